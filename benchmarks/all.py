@@ -3,20 +3,20 @@
     python -m benchmarks.all [--only NAME ...] [--skip NAME ...]
 
 A measurement that fails, or takes twice its expected time, is reported at the end; the others are recorded all the
-same, and the documents' tables are made again. Nothing else should run on the machine. `versus` and `agreement` need
+same, and the documents' tables are made again. Nothing else should run on the machine. `versus` needs
 `python -m benchmarks.peers.install_vllm`; the soaks need root and iproute2.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from benchmarks.command import UsageError, call
 from benchmarks.record import ROOT, is_clean
 
 
@@ -45,7 +45,6 @@ MEASUREMENTS = (
     Measurement("benchmarks.routing_cost", 0.5),
     Measurement("benchmarks.gateway", 13),
     Measurement("benchmarks.overload", 6.5),
-    Measurement("benchmarks.routing", 6),
     Measurement("benchmarks.modes --rate 6 --requests 240", 6),
     Measurement("benchmarks.steady --requests 5000", 7),
     Measurement("benchmarks.memory", 4),
@@ -61,7 +60,6 @@ MEASUREMENTS = (
         "--minutes 8",
         10,
     ),
-    Measurement("benchmarks.agreement --rounds 8", 8),
     Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
     Measurement("pytest -q -s tests/chaos/test_soak.py", 8),
 )
@@ -82,16 +80,16 @@ def measure(measurement: Measurement) -> tuple[str, float]:
     return outcome, (time.monotonic() - began) / 60
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    names = [each.name for each in MEASUREMENTS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--skip", nargs="+", default=[], choices=names, metavar="NAME")
-    options = parser.parse_args(arguments)
+NAMES = tuple(each.name for each in MEASUREMENTS)
+
+
+def main(*, only: Annotated[tuple[str, ...], ", ".join(NAMES)] = NAMES, skip: tuple[str, ...] = ()) -> None:
+    """Run the chosen measurements, print their outcomes, and make the pages."""
+    if unknown := {*only, *skip} - set(NAMES):
+        raise UsageError(f"no measurement {', '.join(sorted(unknown))}")
     if not is_clean():
         raise SystemExit("error: there are changes since the last commit: commit first, so that this can be repeated")
-    chosen = [each for each in MEASUREMENTS if each.name in options.only and each.name not in options.skip]
+    chosen = [each for each in MEASUREMENTS if each.name in only and each.name not in skip]
     outcomes = {}
     for each in chosen:
         print(f"=== {each.name}: some {each.minutes:g} minutes", flush=True)
@@ -104,4 +102,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)

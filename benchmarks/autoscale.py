@@ -10,7 +10,6 @@ pool is also scaled by the length of the queue alone.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -21,14 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import yaml
 
-from benchmarks.figures import quantile
+from benchmarks.command import Result, run, show
 from benchmarks.horizontal import Autoscaler
 from benchmarks.load.lengths import WORKLOADS, clipped
-from benchmarks.record import record
+from benchmarks.load.summary import percentile
 from common.contract.ids import Incarnation, RequestId
 from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
@@ -194,7 +193,7 @@ class Story:
     def p90_ttft_s(self, begin_s: float, end_s: float) -> float:
         """90th percentile of the time to first token of requests that arrived in `[begin_s, end_s)`."""
         some = [ttft for arrived, ttft in self.ttft_s if begin_s <= arrived < end_s]
-        return quantile(some, 0.9) if some else math.nan
+        return percentile(some, 90) if some else math.nan
 
     def met_after_s(self, target_s: float, since_s: float) -> float:
         """Seconds from `since_s` until a minute began in which 90 % of the first tokens came within `target_s`."""
@@ -363,27 +362,20 @@ def changes(replicas: Sequence[tuple[float, int]]) -> list[tuple[tuple[float, in
     return [(before, after) for before, after in itertools.pairwise(replicas) if before[1] != after[1]]
 
 
-def main() -> None:
-    """Simulate, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=35.0)
-    parser.add_argument("--runs", type=int, default=3, help="seeds, from --seed on")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    end_s = 60.0 * args.minutes
+def measure(
+    scratch: Path, *, minutes: float = 35.0, runs: Annotated[int, "seeds, from --seed on"] = 3, seed: int = 0
+) -> Result:
+    """Simulate the step, scaled by the rules and by the queue alone."""
     found: dict[str, Any] = {}
     for name, query in (("rules", WANTED), ("queue alone", QUEUE_ALONE)):
         found[name] = []
-        for seed in range(args.seed, args.seed + args.runs):
-            story = simulate(step(BEFORE, AFTER, STEP_AT_S), end_s, seed, rules(), query)
-            run = figures(story, end_s)
-            found[name].append(run)
-            print(name, {key: value for key, value in run.items() if key != "replicas"})
-            print("  ", [f"{t:.0f}:{n}" for (t, _), (_, n) in changes(run["replicas"])])
+        for each in range(seed, seed + runs):
+            story = simulate(step(BEFORE, AFTER, STEP_AT_S), 60 * minutes, each, rules(), query)
+            found[name].append(figures(story, 60 * minutes))
+            show(f"{name} {each}", found[name][-1])
     workload = {"requests_per_s": [BEFORE, AFTER], "step_at_s": STEP_AT_S, "token_s": TOKEN_S, "step_s": STEP_S}
-    workload |= {"start_s": START_S, "minutes": args.minutes}
-    print(record("autoscale", workload=workload, figures=found, seed=args.seed))
+    return Result(name="autoscale", figures=found, workload=workload | {"start_s": START_S})
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -14,9 +14,9 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from benchmarks.record import ROOT, record
+from benchmarks.command import Result, run
+from benchmarks.record import ROOT
 
 _CELL = re.compile(r"(?P<test>\w+)(\[(?P<transport>nixl-tcp|nixl|zmq)?-?(?P<fault>cut-in|cut-out|\w+)?)?")
 _MATRIX = ("test_the_stream_goes_on", "test_a_gateway_is_gone")
@@ -47,22 +47,20 @@ def aborts(cases: Iterable[tuple[str, str]]) -> dict[str, int]:
     return dict(found)
 
 
-def main() -> None:
-    """Run, count, record."""
-    with TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", f"--junitxml={report}", "tests/chaos"]
-        command += ["--ignore=tests/chaos/test_soak.py", "-o", "junit_logging=system-out"]
-        done = subprocess.run(command, cwd=ROOT, check=False)
-        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-        passed = {"failure", "error", "skipped"}.isdisjoint
-        outcomes = counted((each.attrib["name"], passed(part.tag for part in each)) for each in cases)
-        aborted = aborts((each.attrib["name"], each.findtext("system-out", "")) for each in cases)
+def measure(scratch: Path) -> Result:
+    """Run and count."""
+    report = scratch / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", f"--junitxml={report}", "tests/chaos"]
+    command += ["--ignore=tests/chaos/test_soak.py", "-o", "junit_logging=system-out"]
+    subprocess.run(command, cwd=ROOT, check=False)
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    passed = {"failure", "error", "skipped"}.isdisjoint
+    outcomes = counted((each.attrib["name"], passed(part.tag for part in each)) for each in cases)
+    aborted = aborts((each.attrib["name"], each.findtext("system-out", "")) for each in cases)
     workload = {"cells": sum(sum(each.values()) for by in outcomes.values() for each in by.values())}
     figures = {**outcomes, "aborted_by_ucx": aborted}
-    print(record("chaos", workload=workload | {"model": "llama, random"}, figures=figures, seed=0))
-    raise SystemExit(done.returncode)
+    return Result(name="chaos", figures=figures, workload=workload | {"model": "llama, random"})
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(bool(run(measure, __doc__).figures["failed"]))

@@ -18,7 +18,6 @@ from common.contract.tiers import Tier
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.router import Routing
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 
@@ -26,13 +25,13 @@ Found = TypeVar("Found")
 
 
 @asynccontextmanager
-async def connected(url: str, folder: Path, routing: Routing = "expected") -> AsyncIterator[Dispatcher]:
+async def connected(url: str, folder: Path) -> AsyncIterator[Dispatcher]:
     """A context with a dispatcher that is connected to the workers of the stack whose gateway is at `url`."""
     with urllib.request.urlopen(f"{url}/ready", timeout=10) as answer:
         workers = json.loads(answer.read())["details"]["workers"]
     at = {role: tuple(w["id"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
     registry = Registry(at["prefill"], at["decode"], config_hash(folder))
-    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60), routing=routing)
+    dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60))
     running = asyncio.create_task(dispatcher.run())
     await dispatcher.wait_usable()
     try:

@@ -6,11 +6,7 @@ import statistics
 import time
 from collections.abc import Collection, Iterable
 
-
-def quantile(values: Iterable[float], share: float) -> float:
-    """A quantile that is one of the values: between two values, the larger one, so P99 of 100 values is the largest."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+from benchmarks.load.summary import percentile
 
 
 def spread(values: Collection[float]) -> dict[str, float]:
@@ -18,7 +14,7 @@ def spread(values: Collection[float]) -> dict[str, float]:
     return {
         "min": min(values),
         "p50": statistics.median(values),
-        "p90": quantile(values, 0.9),
+        "p90": percentile(values, 90),
         "max": max(values),
         "n": len(values),
     }

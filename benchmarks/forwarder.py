@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 
 import aiohttp
 from aiohttp import web
 
+from benchmarks.command import call
 from common.runtime.lifecycle import Announcer, freeze_startup_objects, run
 
 
@@ -50,14 +50,10 @@ async def serve(upstream: str, announcer: Announcer, stop: asyncio.Event) -> Non
         await runner.cleanup()
 
 
-def main() -> None:
+def main(*, upstream: str, announce_fd: int | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upstream", required=True)
-    parser.add_argument("--announce-fd", type=int)
-    options = parser.parse_args()
-    run(lambda stop: serve(options.upstream, Announcer(options.announce_fd), stop))
+    run(lambda stop: serve(upstream, Announcer(announce_fd), stop))
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)

@@ -20,7 +20,6 @@ other processes. Each configuration has a process of its own, and configurations
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import os
@@ -28,15 +27,17 @@ import random
 import statistics
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import uvloop
 
+from benchmarks.command import Result, UsageError, run, show
 from benchmarks.event_client import EventClient, post
-from benchmarks.figures import cpu_seconds, quantile, spread
+from benchmarks.figures import cpu_seconds, spread
 from benchmarks.load.prompts import WORDS
+from benchmarks.load.summary import percentile
 from benchmarks.pinned_processes import (
     Pool,
     Through,
@@ -46,7 +47,6 @@ from benchmarks.pinned_processes import (
     tokens_with_text,
 )
 from benchmarks.process import Process
-from benchmarks.record import record
 from benchmarks.result_tables import FORWARDER
 from benchmarks.scripted_batch import Batch, Script, Sequence
 from gateway.access.connections import allow_descriptors
@@ -86,7 +86,7 @@ def stream_figures(moderate: Figures, journeys: list[float], paces: list[Figures
     best = max(paces, key=lambda pace: pace["received_per_s"])
     return {
         "added_p50_ms": statistics.median(journeys),
-        "added_p99_ms": quantile(journeys, 0.99),
+        "added_p99_ms": percentile(journeys, 99),
         "moderate_cpu_us_per_token": moderate["cpu_us_per_token"],
         "moderate": moderate,
         "tokens_per_s": best["received_per_s"],
@@ -174,16 +174,16 @@ class Streams:
 
 
 async def stream(
-    through: Through, folder: Path, script: Script, number: int, options: argparse.Namespace, seed: int
+    through: Through, folder: Path, script: Script, number: int, seconds: float, pace_seconds: float, seed: int
 ) -> Figures:
     """One configuration: the delay added at a moderate pace, and how far the pace can be raised."""
-    async with through(folder, -(-number // BATCH), script, options) as (pool, process, port):
+    async with through(folder, -(-number // BATCH), script) as (pool, process, port):
         streams = await Streams.open(pool, process, port, number, seed)
-        moderate, taken = await streams.added(STREAMS[number], options.seconds)
+        moderate, taken = await streams.added(STREAMS[number], seconds)
         rate = 0.6e6 / moderate["cpu_us_per_token"]
         paces: list[Figures] = []
         while not paces or paces[-1]["received_per_s"] >= KEPT_UP * paces[-1]["offered_per_s"]:
-            paces.append(await streams.measure(number / rate, options.pace_seconds))
+            paces.append(await streams.measure(number / rate, pace_seconds))
             rate *= FASTER
         await streams.caught_up()
         await streams.finish()
@@ -193,12 +193,12 @@ async def stream(
 # --- requests ----------------------------------------------------------------------------------------------------
 
 
-async def requests(folder: Path, tokens: tuple[int, ...], options: argparse.Namespace, seed: int) -> Figures:
+async def requests(through: Through, folder: Path, tokens: tuple[int, ...], seconds: float, seed: int) -> Figures:
     """Requests per second, with `CLIENTS` requests at a time."""
     draw = random.Random(seed)
     script = Script(tokens, short=True)
     clients: list[EventClient] = []
-    async with through_gateway(folder, 1, script, options) as (_, gateway, port):
+    async with through(folder, 1, script) as (_, gateway, port):
 
         def counts() -> tuple[float, ...]:
             answers = sum(client.num_answers for client in clients)
@@ -213,7 +213,7 @@ async def requests(folder: Path, tokens: tuple[int, ...], options: argparse.Name
         await asyncio.gather(*(client.ended for client in clients))
         await asyncio.sleep(1.0)
         before = counts()
-        await asyncio.sleep(options.seconds)
+        await asyncio.sleep(seconds)
         after = counts()
         for client in clients:
             client.close()
@@ -229,28 +229,6 @@ async def requests(folder: Path, tokens: tuple[int, ...], options: argparse.Name
 # --- all of it ---------------------------------------------------------------------------------------------------
 
 
-async def measure(folder: Path, options: argparse.Namespace) -> list[Figures]:
-    """Measure every configuration, in turns."""
-    tokens = tokens_with_text(folder)
-    rounds = []
-    for number in range(options.rounds):
-        each: Figures = {}
-        for streams in options.streams:
-            for name, through in ((f"{streams}", through_gateway), (f"{FORWARDER}{streams}", through_forwarder)):
-                each[name] = found = await stream(through, folder, Script(tokens), streams, options, number)
-                print(f"{number}  {name:>14} streams  {line(found)}", flush=True)
-        each["requests"] = found = await requests(folder, tokens, options, number)
-        print(f"{number}               requests  {line(found)}", flush=True)
-        rounds.append(each)
-        gc.collect()
-    return rounds
-
-
-def line(figures: Figures) -> str:
-    """One line for the terminal."""
-    return "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
-
-
 def summary(rounds: list[Figures]) -> Figures:
     """The spread of each figure over the rounds, by configuration."""
     return {
@@ -263,35 +241,45 @@ def summary(rounds: list[Figures]) -> Figures:
     }
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="*", default=list(STREAMS), choices=list(STREAMS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0, help="at a moderate pace, and of requests")
-    parser.add_argument("--pace-seconds", type=float, default=2.0, help="at each higher pace")
-    parser.add_argument("--gateway-options", default="", help="for the gateway, as one word")
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
-    options.core, *others = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, others or {options.core})
+def measure(
+    scratch: Path,
+    *,
+    streams: Annotated[tuple[int, ...], f"of {', '.join(map(str, STREAMS))}"] = tuple(STREAMS),
+    rounds: int = 3,
+    seconds: Annotated[float, "at a moderate pace, and of requests"] = 4.0,
+    pace_seconds: Annotated[float, "at each higher pace"] = 2.0,
+    gateway_options: Annotated[str, "for the gateway, as one word"] = "",
+) -> Result:
+    """Measure every configuration, in turns."""
+    if not STREAMS.keys() >= set(streams):
+        raise UsageError(f"streams are some of {', '.join(map(str, STREAMS))}")
+    core, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, others or {core})
     allow_descriptors(2 * max(STREAMS))
     gc.freeze()
-    with TemporaryDirectory() as scratch:
-        rounds = uvloop.run(measure(model_folder(Path(scratch)), options))
-    figures = summary(rounds)
-    for name, each in figures.items():
-        print(f"{name:>14}  ", "  ".join(f"{figure} {value['p50']:.4g}" for figure, value in each.items()))
-    if not options.no_record:
-        workload = {name: value for name, value in vars(options).items() if name not in ("no_record", "core")}
-        workload |= {
-            "seeds": list(range(options.rounds)),
-            "prompt_tokens": PROMPT_TOKENS,
-            "batch": BATCH,
-            "clients": CLIENTS,
-        }
-        print(record("gateway", workload=workload, figures=figures | {"rounds": rounds}, seed=0))
+    folder, found = model_folder(scratch), []
+    tokens = tokens_with_text(folder)
+
+    async def one_round(seed: int) -> Figures:
+        figures: Figures = {}
+        gateway = partial(through_gateway, core=core, options=gateway_options.split())
+        for number in streams:
+            for name, through in (
+                (f"{number}", gateway),
+                (f"{FORWARDER}{number}", partial(through_forwarder, core=core)),
+            ):
+                figures[name] = await stream(through, folder, Script(tokens), number, seconds, pace_seconds, seed)
+                show(f"{seed}  {name} streams", figures[name])
+        figures["requests"] = await requests(gateway, folder, tokens, seconds, seed)
+        show(f"{seed}  requests", figures["requests"])
+        return figures
+
+    for seed in range(rounds):
+        found.append(uvloop.run(one_round(seed)))
+        gc.collect()
+    workload = {"seeds": list(range(rounds)), "prompt_tokens": PROMPT_TOKENS, "batch": BATCH, "clients": CLIENTS}
+    return Result(name="gateway", figures=summary(found) | {"rounds": found}, workload=workload)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

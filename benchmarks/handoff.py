@@ -1,6 +1,6 @@
 """Measure the cost of disaggregation for one request: TTFT against an isolated engine, and the gap at the handoff.
 
-    python -m benchmarks.handoff [--model demo|15m] [--requests 40] [--prompt 512] [--seed 0]
+    python -m benchmarks.handoff [--model demo|15m] [--requests 40] [--prompt-tokens 512] [--seed 0]
 
 There is one request at a time, in turns: the prompt runs in an engine of this process (no server, no handoff); then the
 same prompt goes over HTTP through gateway and prefill worker (TTFT: from sending the request to the first chunk of the
@@ -10,7 +10,6 @@ time of a decode step is the median of the later gaps, and includes the step, th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.client
 import itertools
@@ -19,15 +18,15 @@ import random
 import statistics
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import torch
 
+from benchmarks.command import Result, run
 from benchmarks.dispatched import connected, greedy
 from benchmarks.figures import spread
 from benchmarks.local import Local, local_stack
 from benchmarks.models import llama_15m
-from benchmarks.record import record
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.runner import ModelRunner, load_runner
@@ -87,15 +86,15 @@ async def gaps_of(dispatcher: Dispatcher, prompt: list[int]) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
 
 
-async def measure(args: argparse.Namespace, local: Local, folder: Path) -> dict[str, list[float]]:
+async def in_turns(local: Local, folder: Path, requests: int, prompt_tokens: int, seed: int) -> dict[str, list[float]]:
     """Measure in turns, one request at a time."""
-    draw = random.Random(args.seed)
+    draw = random.Random(seed)
     engine = Isolated(folder)
     connection = http.client.HTTPConnection(local.url.removeprefix("http://"))
     taken: dict[str, list[float]] = {name: [] for name in ("isolated_ttft", "ttft", "step", "first_gap", "gap")}
     async with connected(local.url, folder) as dispatcher:
-        for index in range(args.requests + WARM_UP):
-            prompt = [draw.randrange(10, 200) for _ in range(args.prompt)]
+        for index in range(requests + WARM_UP):
+            prompt = [draw.randrange(10, 200) for _ in range(prompt_tokens)]
             isolated_ttft, steps = engine.run(prompt)
             ttft = over_http(connection, prompt)
             first_gap, *gaps = await gaps_of(dispatcher, prompt)
@@ -108,34 +107,31 @@ async def measure(args: argparse.Namespace, local: Local, folder: Path) -> dict[
     return taken
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["demo", "15m"], default="demo")
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with TemporaryDirectory() as scratch:
-        folder = DEMO_FOLDER if args.model == "demo" else llama_15m(Path(scratch))
-        with local_stack(["--model", str(folder)]) as local:
-            taken = asyncio.run(measure(args, local, folder))
+def figures(taken: dict[str, list[float]]) -> dict[str, Any]:
+    """The figures of the times, in milliseconds."""
     p50 = {name: statistics.median(values) for name, values in taken.items()}
-    figures = {f"{name}_ms": spread([1000 * value for value in values]) for name, values in taken.items()} | {
+    return {f"{name}_ms": spread([1000 * value for value in values]) for name, values in taken.items()} | {
         "ttft_bound_ms": 1100 * p50["isolated_ttft"] + 5,
         "ttft_over_isolated_ms": 1000 * (p50["ttft"] - p50["isolated_ttft"]),
         "first_gap_in_decode_steps": p50["first_gap"] / p50["gap"],
     }
-    for name, value in figures.items():
-        print(f"{name:<28}" + (f"{value:8.3f}" if isinstance(value, float) else f"{value['p50']:8.3f} (p50)"))
-    workload = {
-        "model": args.model,
-        "prompt_tokens": args.prompt,
-        "decode_tokens": DECODE_TOKENS,
-        "requests": args.requests,
-    }
-    print(record(f"handoff-{args.model}", workload=workload, figures=figures, seed=args.seed))
+
+
+def measure(
+    scratch: Path,
+    *,
+    model: Literal["demo", "15m"] = "demo",
+    requests: int = 40,
+    prompt_tokens: int = 512,
+    seed: int = 0,
+) -> Result:
+    """The figures of one model."""
+    folder = DEMO_FOLDER if model == "demo" else llama_15m(scratch)
+    with local_stack(["--model", str(folder)]) as local:
+        taken = asyncio.run(in_turns(local, folder, requests, prompt_tokens, seed))
+    workload = {"decode_tokens": DECODE_TOKENS}
+    return Result(name=f"handoff-{model}", figures=figures(taken), workload=workload)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

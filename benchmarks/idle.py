@@ -5,14 +5,15 @@ python -m benchmarks.idle [--seconds 20] [--rounds 5]
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import urllib.request
+from pathlib import Path
+from typing import Annotated
 
+from benchmarks.command import Result, run
 from benchmarks.figures import cpu_seconds, spread
 from benchmarks.local import Local, local_stack
-from benchmarks.record import record
 
 
 def ask(local: Local) -> None:
@@ -22,25 +23,6 @@ def ask(local: Local) -> None:
     urllib.request.urlopen(request, timeout=60).read()
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    with local_stack() as local:
-        ask(local)
-        time.sleep(3)
-        rounds = [measured(local, options.seconds) for _ in range(options.rounds)]
-    percent = {name: spread([each[name] for each in rounds]) for name in rounds[0]}
-    total = spread([sum(each.values()) for each in rounds])
-    for name, value in (percent | {"total": total}).items():
-        print(f"{name:<16}{value['p50']:6.2f} % of a core ({value['min']:.2f} to {value['max']:.2f})")
-    figures = {"percent_of_a_core": percent, "total_percent_of_a_core": total}
-    workload = {"seconds": options.seconds, "rounds": options.rounds, "prefill": 1, "decode": 1}
-    print(record("idle", workload=workload, figures=figures, seed=None))
-
-
 def measured(local: Local, seconds: float) -> dict[str, float]:
     """Percent of a core that each process uses over `seconds`."""
     before = {name: cpu_seconds(pid) for name, pid in local.pids.items()}
@@ -48,5 +30,17 @@ def measured(local: Local, seconds: float) -> dict[str, float]:
     return {name.split()[0]: 100 * (cpu_seconds(pid) - before[name]) / seconds for name, pid in local.pids.items()}
 
 
+def measure(scratch: Path, *, seconds: Annotated[float, "of each round"] = 20.0, rounds: int = 5) -> Result:
+    """Percent of a core of each process, and of all, over the rounds."""
+    with local_stack() as local:
+        ask(local)
+        time.sleep(3)
+        found = [measured(local, seconds) for _ in range(rounds)]
+    percent = {name: spread([each[name] for each in found]) for name in found[0]}
+    total = spread([sum(each.values()) for each in found])
+    figures = {"percent_of_a_core": percent, "total_percent_of_a_core": total}
+    return Result(name="idle", figures=figures, workload={"prefill": 1, "decode": 1}, seed=None)
+
+
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

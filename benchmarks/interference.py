@@ -20,7 +20,6 @@ Tokens are received at the gateway's dispatcher, which runs in this process.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -28,20 +27,21 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 from llguidance import grammar_from
 
+from benchmarks.command import Result, run, show
 from benchmarks.dispatched import greedy, on_stack, stream
-from benchmarks.figures import quantile
+from benchmarks.load.summary import percentile
 from benchmarks.models import llama_15m, llama_long
-from benchmarks.record import record
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import DEMO_FOLDER
 from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import Generation, GenerationFailed
 
+Figures = dict[str, Any]
 CHUNK_SIZES = (256, 512, 1024, 2048, 4096)
 BEFORE_S = 2.0
 """Seconds before the long prompt with which its time is compared."""
@@ -50,8 +50,8 @@ BEFORE_S = 2.0
 def summary_ms(values: Sequence[float]) -> dict[str, float]:
     """P50, P99 and maximum, in milliseconds."""
     return {
-        "p50_ms": 1000 * quantile(values, 0.5),
-        "p99_ms": 1000 * quantile(values, 0.99),
+        "p50_ms": 1000 * percentile(values, 50),
+        "p99_ms": 1000 * percentile(values, 99),
         "max_ms": 1000 * max(values),
         "n": len(values),
     }
@@ -73,16 +73,16 @@ def start(
 # --- a very long prompt --------------------------------------------------------------------------------------------
 
 
-async def long_prompt(dispatcher: Dispatcher, args: argparse.Namespace) -> dict[str, object]:
+async def beside_long_prompt(dispatcher: Dispatcher, prompt: int, num_streams: int, seed: int) -> Figures:
     """ITL of the streams before and while the long prompt is computed."""
-    draw = random.Random(args.seed)
-    streams: list[list[float]] = [[] for _ in range(args.streams)]
+    draw = random.Random(seed)
+    streams: list[list[float]] = [[] for _ in range(num_streams)]
     most = 8000
     running = start(dispatcher, [tokens(draw, 128) for _ in streams], most, streams)
     await asyncio.sleep(3)
     injected = time.perf_counter()
     first: list[float] = []
-    await stream(dispatcher, greedy(tokens(draw, args.prompt), 1), first)
+    await stream(dispatcher, greedy(tokens(draw, prompt), 1), first)
     ended = time.perf_counter()
     for task in running:
         task.cancel()
@@ -101,7 +101,7 @@ def gaps_around(streams: Sequence[Sequence[float]], injected: float, ended: floa
     return before, during
 
 
-def measure_long_prompt(args: argparse.Namespace, folder: Path, chunk: int, *, colocated: bool) -> dict[str, object]:
+def measure_long_prompt(folder: Path, chunk: int, prompt: int, streams: int, seed: int, *, colocated: bool) -> Figures:
     """Start a stack and measure one long prompt on it."""
     environment = {
         "BATON_CHUNK_SIZE": str(chunk),
@@ -110,27 +110,27 @@ def measure_long_prompt(args: argparse.Namespace, folder: Path, chunk: int, *, c
         "BATON_KV_CACHE_BYTES": str(256 * 2**20),
         "BATON_LOCAL_PREFILL_TOKENS": "0",
     }
-    prefill = "0" if colocated else "1"
-    return on_stack(["--prefill", prefill], environment, folder, lambda dispatcher: long_prompt(dispatcher, args))
+    mode = ["--prefill", "0" if colocated else "1"]
+    return on_stack(mode, environment, folder, lambda each: beside_long_prompt(each, prompt, streams, seed))
 
 
 # --- a flood -------------------------------------------------------------------------------------------------------
 
 
-async def flood(dispatcher: Dispatcher, args: argparse.Namespace, tier: Tier | None) -> dict[str, object]:
+async def beside_flood(dispatcher: Dispatcher, number: int, requests: int, seed: int, tier: Tier | None) -> Figures:
     """TTFT and ITL of interactive requests that come one by one, beside a flood of `tier` (None: alone)."""
-    draw = random.Random(args.seed)
+    draw = random.Random(seed)
     flooding: list[asyncio.Task[list[int]]] = []
     finished: list[list[float]] = []
     if tier is not None:
-        for _ in range(args.flood):
+        for _ in range(number):
             times: list[float] = []
             finished.append(times)
             generation = greedy(tokens(draw, 256), 128, tier)
             flooding.append(asyncio.create_task(stream(dispatcher, generation, times)))
         await asyncio.sleep(1)
     ttfts, gaps = [], []
-    for _ in range(args.requests):
+    for _ in range(requests):
         times = []
         began = time.perf_counter()
         await stream(dispatcher, greedy(tokens(draw, 64), 32, Tier.INTERACTIVE), times)
@@ -146,7 +146,7 @@ async def flood(dispatcher: Dispatcher, args: argparse.Namespace, tier: Tier | N
     }
 
 
-def measure_flood(args: argparse.Namespace, folder: Path, tier: Tier | None) -> dict[str, object]:
+def measure_flood(folder: Path, number: int, requests: int, seed: int, tier: Tier | None) -> Figures:
     """Start a stack and measure one flood on it."""
     block_size = 16
     block_bytes = 6 * 2 * 6 * 48 * block_size * 4
@@ -156,7 +156,7 @@ def measure_flood(args: argparse.Namespace, folder: Path, tier: Tier | None) -> 
         "BATON_LOCAL_PREFILL_TOKENS": "0",
         "BATON_MAX_NUM_SEQS": "16",
     }
-    return on_stack([], environment, folder, lambda dispatcher: flood(dispatcher, args, tier))
+    return on_stack([], environment, folder, lambda each: beside_flood(each, number, requests, seed, tier))
 
 
 # --- grammars ------------------------------------------------------------------------------------------------------
@@ -178,10 +178,10 @@ BESIDE_S = 1.0
 """The streams run alone for `ALONE_S` seconds before the 16 choices arrive; the choices run for at most `BESIDE_S`."""
 
 
-async def beside_grammar(dispatcher: Dispatcher, args: argparse.Namespace, seed: int, what: str) -> dict[str, object]:
+async def beside_grammar(dispatcher: Dispatcher, num_streams: int, seed: int, what: str) -> Figures:
     """The gaps between the streams' tokens before and while 16 choices that follow a grammar are generated."""
     draw = random.Random(seed)
-    streams: list[list[float]] = [[] for _ in range(args.streams)]
+    streams: list[list[float]] = [[] for _ in range(num_streams)]
     most = 1900
     running = start(dispatcher, [tokens(draw, 64) for _ in streams], most, streams)
     while not all(streams):
@@ -216,51 +216,62 @@ async def beside_grammar(dispatcher: Dispatcher, args: argparse.Namespace, seed:
     }
 
 
-def measure_grammars(args: argparse.Namespace) -> dict[str, object]:
+def measure_grammars(streams: int, num_rounds: int, seed: int) -> Figures:
     """Start one stack and measure every grammar on it, in turns."""
-    rounds: dict[str, list[object]] = {what: [] for what in GRAMMARS}
+    rounds: Figures = {what: [] for what in GRAMMARS}
 
     async def body(dispatcher: Dispatcher) -> None:
-        for number in range(args.rounds):
+        for number in range(num_rounds):
             for what in GRAMMARS:
-                found = await beside_grammar(dispatcher, args, args.seed + number, what)
+                found = await beside_grammar(dispatcher, streams, seed + number, what)
                 rounds[what].append(found)
-                print(f"{what:<26}: {found}", flush=True)
+                show(what, found)
 
     on_stack([], {"BATON_LOCAL_PREFILL_TOKENS": "0"}, DEMO_FOLDER, body)
-    return dict(rounds)
+    return rounds
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["long-prompt", "flood", "grammar"])
-    parser.add_argument("--prompt", type=int, default=32000)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--flood", type=int, default=200)
-    parser.add_argument("--requests", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    figures: dict[str, object] = {}
-    with TemporaryDirectory() as scratch:
-        if args.what == "long-prompt":
-            folder = llama_long(Path(scratch))
-            for chunk in CHUNK_SIZES:  # the two modes take turns
-                for mode in ("colocated", "disaggregated"):
-                    found = measure_long_prompt(args, folder, chunk, colocated=mode == "colocated")
-                    figures[f"{mode}-{chunk}"] = found
-                    print(f"{mode:<14} chunk {chunk:5}: {found}", flush=True)
-        elif args.what == "grammar":
-            figures = measure_grammars(args)
-        else:
-            folder = llama_15m(Path(scratch))
-            for name, tier in (("alone", None), ("batch-flood", Tier.BATCH), ("interactive-flood", Tier.INTERACTIVE)):
-                figures[name] = measure_flood(args, folder, tier)
-                print(f"{name:<18}: {figures[name]}", flush=True)
-    workload = {key: value for key, value in vars(args).items() if key not in ("what", "seed")}
-    print(record(f"interference-{args.what}", workload=workload, figures=figures, seed=args.seed))
+def measure_long_prompts(scratch: Path, prompt: int, streams: int, seed: int) -> Figures:
+    """Measure one long prompt by each chunk size, in the two modes by turns."""
+    folder, figures = llama_long(scratch), {}
+    for chunk in CHUNK_SIZES:
+        for mode in ("colocated", "disaggregated"):
+            found = measure_long_prompt(folder, chunk, prompt, streams, seed, colocated=mode == "colocated")
+            figures[f"{mode}-{chunk}"] = found
+            show(f"{mode}-{chunk}", found)
+    return figures
+
+
+def measure_floods(scratch: Path, number: int, requests: int, seed: int) -> Figures:
+    """Measure the requests alone, and beside a flood of each tier."""
+    folder, figures = llama_15m(scratch), {}
+    for name, tier in (("alone", None), ("batch-flood", Tier.BATCH), ("interactive-flood", Tier.INTERACTIVE)):
+        figures[name] = measure_flood(folder, number, requests, seed, tier)
+        show(name, figures[name])
+    return figures
+
+
+def measure(
+    scratch: Path,
+    what: Literal["long-prompt", "flood", "grammar"],
+    *,
+    prompt: int = 32000,
+    streams: int = 8,
+    flood: int = 200,
+    requests: int = 20,
+    rounds: int = 5,
+    seed: int = 0,
+) -> Result:
+    """Measure one kind of work."""
+    match what:
+        case "long-prompt":
+            figures = measure_long_prompts(scratch, prompt, streams, seed)
+        case "flood":
+            figures = measure_floods(scratch, flood, requests, seed)
+        case "grammar":
+            figures = measure_grammars(streams, rounds, seed)
+    return Result(name=f"interference-{what}", figures=figures)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

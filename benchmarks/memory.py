@@ -10,7 +10,6 @@ more runs commit 1.5 times the memory, so that preemptions occur and their outpu
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -18,11 +17,11 @@ import statistics
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
+from benchmarks.command import Result, run, show
 from benchmarks.dispatched import connected, stream
 from benchmarks.models import llama_long
-from benchmarks.record import record
 from common.contract.sampling import SamplingParams
 from common.runtime.config import DecodeSettings, ServeSettings
 from common.runtime.local_stack import LocalStack
@@ -35,7 +34,7 @@ MAX_TOKENS = 1500
 VOCABULARY = 4096
 
 
-def requests(num: int, seed: int) -> list[Generation]:
+def drawn(num: int, seed: int) -> list[Generation]:
     """Requests with prompts of 50 to 600 tokens; the mean output length of each request is 60 to 340 tokens."""
     draw = random.Random(seed)
     generations = []
@@ -64,7 +63,7 @@ def counts(address: str) -> dict[str, float]:
     return found
 
 
-async def run(
+async def run_all(
     folder: Path, generations: Sequence[Generation], *, num_blocks: int, in_flight: int, environment: dict[str, str]
 ) -> tuple[list[list[int]], list[dict[str, float]]]:
     """Run the requests, at most `in_flight` at a time: (tokens of each, samples of the decode worker's counters)."""
@@ -117,7 +116,7 @@ def loaded(
         "BATON_LOCAL_PREFILL_TOKENS": "0",
     }
     outputs, samples = asyncio.run(
-        run(folder, generations, num_blocks=NUM_BLOCKS, in_flight=in_flight, environment=environment)
+        run_all(folder, generations, num_blocks=NUM_BLOCKS, in_flight=in_flight, environment=environment)
     )
     # Only samples with the most requests in flight, without the first sixth, in which the scheduler learns the lengths.
     num = len(generations)
@@ -140,34 +139,21 @@ def loaded(
     }
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    generations = requests(args.requests, args.seed)
-    figures: dict[str, object] = {}
-    with TemporaryDirectory() as scratch:
-        folder = llama_long(Path(scratch))
-        many = 32 * NUM_BLOCKS
-        free, _ = asyncio.run(run(folder, generations, num_blocks=many, in_flight=4, environment={}))
-        figures["mean_output_tokens"] = statistics.mean(map(len, free))
-        for name, reserve, preempt_by in (
-            ("default", DecodeSettings().memory_reserve, DecodeSettings().preempt_by),
-            ("over-committed, swap", -0.5, "swap"),
-            ("over-committed, recompute", -0.5, "recompute"),
-        ):
-            found = figures[name] = loaded(folder, generations, free, reserve, preempt_by)
-            print(f"{name:<26}" + "  ".join(f"{key} {value:.3f}" for key, value in found.items()), flush=True)
-    workload = {
-        "requests": args.requests,
-        "blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "max_tokens": MAX_TOKENS,
-    }
-    print(record("memory", workload=workload, figures=figures, seed=args.seed))
+def measure(scratch: Path, *, requests: int = 300, seed: int = 0) -> Result:
+    """Run the requests with memory for all, then in each way with half of what they want."""
+    folder, generations = llama_long(scratch), drawn(requests, seed)
+    free, _ = asyncio.run(run_all(folder, generations, num_blocks=32 * NUM_BLOCKS, in_flight=4, environment={}))
+    figures: dict[str, Any] = {"mean_output_tokens": statistics.mean(map(len, free))}
+    for name, reserve, preempt_by in (
+        ("default", DecodeSettings().memory_reserve, DecodeSettings().preempt_by),
+        ("over-committed, swap", -0.5, "swap"),
+        ("over-committed, recompute", -0.5, "recompute"),
+    ):
+        figures[name] = loaded(folder, generations, free, reserve, preempt_by)
+        show(name, figures[name])
+    workload = {"blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "max_tokens": MAX_TOKENS}
+    return Result(name="memory", figures=figures, workload=workload)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -11,7 +11,6 @@ of every mode is compared with that of the first mode.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import math
@@ -22,17 +21,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import torch
 
 from benchmarks.baselines import BatchAtATime
+from benchmarks.command import Result, run, show
 from benchmarks.dispatched import greedy, on_stack, stream
 from benchmarks.driver import Arrival, Driver, Real
-from benchmarks.figures import quantile
 from benchmarks.load.lengths import Clipped, LogNormal
+from benchmarks.load.summary import percentile
 from benchmarks.models import llama_15m
-from benchmarks.record import record
 from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
 from common.runtime.config import DEFAULTS_BY_DEVICE
@@ -125,39 +124,32 @@ def summary(arrivals: list[Arrival], outcomes: list[Outcome]) -> dict[str, float
     last = max(arrival.time_s + times[-1] for arrival, (_, times) in zip(arrivals, outcomes, strict=True))
     return {
         "ttft_mean_s": statistics.mean(ttfts),
-        "ttft_p99_s": quantile(ttfts, 0.99),
-        "itl_p50_ms": 1000 * quantile(gaps, 0.5),
-        "itl_p99_ms": 1000 * quantile(gaps, 0.99),
+        "ttft_p99_s": percentile(ttfts, 99),
+        "itl_p50_ms": 1000 * percentile(gaps, 50),
+        "itl_p99_ms": 1000 * percentile(gaps, 99),
         "latency_mean_s": statistics.mean(times[-1] for _, times in outcomes),
         "tokens_per_s": sum(len(tokens) for tokens, _ in outcomes) / last,
     }
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--rate", type=float, default=3.0, help="requests per second")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def measure(
+    scratch: Path, *, requests: int = 120, rate: Annotated[float, "requests per second"] = 3.0, seed: int = 0
+) -> Result:
+    """Run the trace in every mode, and compare the outputs with those of the first."""
     if "OMP_WAIT_POLICY" not in os.environ:  # idle threads of one mode must not spin beside another; read at start
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"OMP_WAIT_POLICY": "passive"})
-    arrivals = trace(args.requests, args.rate, args.seed)
+    arrivals, folder = trace(requests, rate, seed), llama_15m(scratch)
     figures: dict[str, dict[str, float]] = {}
     expected: list[list[int]] | None = None
-    with TemporaryDirectory() as scratch:
-        folder = llama_15m(Path(scratch))
-        for mode, run in MODES.items():
-            outcomes = run(folder, arrivals, mode)
-            tokens = [each for each, _ in outcomes]
-            expected = expected or tokens
-            figures[mode] = summary(arrivals, outcomes) | {
-                "different_outputs": sum(a != b for a, b in zip(expected, tokens, strict=True))
-            }
-            print(f"{mode:<17}" + "  ".join(f"{name} {value:.3f}" for name, value in figures[mode].items()), flush=True)
-    workload = {"requests": args.requests, "rate_per_s": args.rate, "model": "llama 15m", "max_num_seqs": BATCH}
-    print(record("modes", workload=workload, figures=figures, seed=args.seed))
+    for mode, play in MODES.items():
+        outcomes = play(folder, arrivals, mode)
+        tokens = [each for each, _ in outcomes]
+        expected = expected or tokens
+        different = sum(a != b for a, b in zip(expected, tokens, strict=True))
+        figures[mode] = summary(arrivals, outcomes) | {"different_outputs": different}
+        show(mode, figures[mode])
+    return Result(name="modes", figures=figures, workload={"model": "llama 15m", "max_num_seqs": BATCH})
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -12,21 +12,19 @@ measured, too. Load generator, gateway and workers share the machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
+from benchmarks.command import Result, run, show
 from benchmarks.figures import spread
 from benchmarks.load.record import Outcome, Record
 from benchmarks.load.summary import Targets, ttft_s
 from benchmarks.load_run import run_load
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
-from benchmarks.record import record
 
 TARGETS = Targets(ttft_s=0.5, tpot_s=0.1, itl_s=None)
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 32
@@ -90,43 +88,28 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals at each rate")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def measure(
+    scratch: Path, *, rounds: int = 3, seconds: Annotated[float, "of arrivals at each rate"] = 15.0, seed: int = 0
+) -> Result:
+    """Measure the capacity, then every share of it in every round."""
     runs: list[dict[str, Any]] = []
-    with TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        with local_stack(["--model", str(llama_15m(scratch))], {"BATON_LOCAL_PREFILL_TOKENS": "0"}) as local:
-            load(local.url, scratch / "warm.json", ["--concurrency", "8", "--requests", "40"])
-            most, on_time = capacity(local.url, scratch)
-            print(f"capacity {most:.1f} requests/s, {100 * on_time:.0f} % of them on time")
-            for number in range(args.rounds):
-                for share in SHARES if number % 2 == 0 else SHARES[::-1]:
-                    rate = share * most
-                    options = ["--rate", f"{rate:.3f}", "--duration-s", str(args.seconds)]
-                    seed = args.seed + 100 * number + int(100 * share)
-                    options += ["--seed", str(seed)]
-                    options += ["--extra-body", json.dumps({"service_tier": "interactive"})]
-                    run = {"share": share, "round": number, "seed": seed}
-                    run |= figures(load(local.url, scratch / f"{number}-{share}.json", options), rate)
-                    runs.append(run)
-                    told = ("share", "requests", "accepted", "refused", "neither", "goodput")
-                    print({name: run[name] for name in (*told, "accepted_that_met_the_target")}, flush=True)
+    with local_stack(["--model", str(llama_15m(scratch))], {"BATON_LOCAL_PREFILL_TOKENS": "0"}) as local:
+        load(local.url, scratch / "warm.json", ["--concurrency", "8", "--requests", "40"])
+        most, on_time = capacity(local.url, scratch)
+        show("capacity", {"requests/s": most, "on time": on_time})
+        for number in range(rounds):
+            for share in SHARES if number % 2 == 0 else SHARES[::-1]:
+                rate, seed = share * most, seed + 100 * number + int(100 * share)
+                arrivals = ["--rate", f"{rate:.3f}", "--duration-s", str(seconds), "--seed", str(seed)]
+                arrivals += ["--extra-body", json.dumps({"service_tier": "interactive"})]
+                run = {"share": share, "round": number, "seed": seed}
+                runs.append(run | figures(load(local.url, scratch / f"{number}-{share}.json", arrivals), rate))
+                show(f"round {number}", runs[-1])
     found = {"capacity": most, "capacity_that_met_the_target": on_time, "summary": summary(runs), "runs": runs}
-    print(json.dumps(found["summary"], indent=1))
-    workload = {
-        "input_tokens": INPUT_TOKENS,
-        "output_tokens": OUTPUT_TOKENS,
-        "tier": "interactive",
-        "model": "llama 15m",
-    }
-    workload |= {"ttft_target_s": TARGETS.ttft_s, "tpot_target_s": TARGETS.tpot_s, "seconds": args.seconds}
-    print(record("overload", workload=workload, figures=found, seed=args.seed))
+    workload: dict[str, Any] = {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS, "tier": "interactive"}
+    workload |= {"model": "llama 15m", "ttft_target_s": TARGETS.ttft_s, "tpot_target_s": TARGETS.tpot_s}
+    return Result(name="overload", figures=found, workload=workload)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Many
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -27,14 +27,14 @@ Pool = ScriptedPool | ScriptedUpstream
 
 
 Serving = AbstractAsyncContextManager[tuple[Pool, Process, int]]
-Through = Callable[[Path, int, Script, argparse.Namespace], Serving]
-"""Model folder, number of batches, their script, options → a context with the pool, the process before it, and the
-process's port."""
+Through = Callable[[Path, int, Script], Serving]
+"""Model folder, number of batches, their script → a context with the pool, the process before it, and the process's
+port."""
 
 
 @asynccontextmanager
 async def through_gateway(
-    folder: Path, num_batches: int, script: Script, options: argparse.Namespace
+    folder: Path, num_batches: int, script: Script, *, core: int | None = None, options: Many[str] = ()
 ) -> AsyncIterator[tuple[Pool, Process, int]]:
     """A context with a pool of workers and a gateway; see `Through`."""
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
@@ -42,21 +42,21 @@ async def through_gateway(
     pool = ScriptedPool(fingerprint, num_batches, script, PULSE)
     arguments = ["--model", str(folder), "--port", "0", "--prefill-workers", pool.prefill.bind()]
     arguments += ["--decode-workers", ",".join(worker.bind() for worker in pool.decode)]
-    arguments += ["--heartbeat-timeout-s", str(PULSE.timeout_s), *options.gateway_options.split()]
-    async with _serving(pool, Process("gateway", arguments, core=options.core, log=folder / "gateway.log")) as served:
+    arguments += ["--heartbeat-timeout-s", str(PULSE.timeout_s), *options]
+    async with _serving(pool, Process("gateway", arguments, core=core, log=folder / "gateway.log")) as served:
         yield served
 
 
 @asynccontextmanager
 async def through_forwarder(
-    folder: Path, num_batches: int, script: Script, options: argparse.Namespace
+    folder: Path, num_batches: int, script: Script, *, core: int | None = None
 ) -> AsyncIterator[tuple[Pool, Process, int]]:
     """A context with a server of scripted streams and a forwarder; see `Through`."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     events = encoded_events([tokenizer.decode([token]) for token in script.token_ids], str(folder))
     upstream = ScriptedUpstream(events, num_batches, script)
     arguments = ["--upstream", await upstream.bind()]
-    process = Process("benchmarks.forwarder", arguments, core=options.core, log=folder / "forwarder.log")
+    process = Process("benchmarks.forwarder", arguments, core=core, log=folder / "forwarder.log")
     async with _serving(upstream, process) as served:
         yield served
 

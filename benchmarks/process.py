@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Self
 
 
 class Process:
@@ -46,7 +47,15 @@ class Process:
                 self.http = said.get("http", said.get("url", self.http))
                 if said.get("ready"):
                     return
-        raise SystemExit(f"{' '.join(self._command)} has not started")
+        self.close()
+        raise SystemExit(f"{' '.join(self._command)} has not started\n{self.log_tail()}")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def pid(self) -> int:

@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PRODUCT = ("common", "decode_worker", "gateway", "kv_transfer", "prefill_worker", "pyproject.toml")
 """The paths that run in production; the rest of the tree measures, tests, deploys or documents them."""
+PACKAGES = ("torch", "nixl", "pyzmq", "aiohttp", "transformers")
 _FLAGS = re.compile(r"(avx|amx|fma$|f16c$|sse4)")
 """CPU flags by which kernels are selected, here or in the libraries."""
 
@@ -41,11 +44,9 @@ def record(
     reproduced, so the file then goes to the folder for temporary files instead.
     """
     ours = " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]])
-    commit = _git("rev-parse", "HEAD")
-    run = {
+    run: Run = {
         "command": command or ours,
-        "commit": commit,
-        "product": product_digest(),
+        **tree(),
         "recorded_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": machine(),
         "workload": workload,
@@ -56,7 +57,7 @@ def record(
     folder = RESULTS
     if not is_clean():
         folder = Path(tempfile.gettempdir())
-        print(f"not recorded, for there are changes since {commit[:7]}", file=sys.stderr)
+        print(f"not recorded, for there are changes since {run['commit'][:7]}", file=sys.stderr)
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(run, indent=2) + "\n")
@@ -69,31 +70,36 @@ def recorded(name: str) -> Run | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def tree() -> dict[str, str]:
+    """The commit, and its product."""
+    return {"commit": git("rev-parse", "HEAD"), "product": product_digest()}
+
+
 def product_digest(commit: str = "HEAD") -> str:
     """SHA-256 over the paths of `PRODUCT` in a commit: equal digests mean the same product."""
-    return hashlib.sha256(_git("ls-tree", commit, "--", *PRODUCT).encode()).hexdigest()
+    return hashlib.sha256(git("ls-tree", commit, "--", *PRODUCT).encode()).hexdigest()
 
 
 def is_clean() -> bool:
     """Whether the tree equals the last commit, apart from results and the pages made from them."""
     mine = ("README.md", "docs", "benchmarks/results")
-    return not _git("status", "--porcelain", "--", ".", *(f":!{each}" for each in mine))
+    return not git("status", "--porcelain", "--", ".", *(f":!{each}" for each in mine))
 
 
 def machine() -> dict[str, Any]:
     """The properties of this machine that influence a run."""
     return {
-        "cpu": _cpuinfo("model name"),
-        "cpu_flags": sorted(each for each in _cpuinfo("flags").split() if _FLAGS.match(each)),
+        "cpu": cpuinfo("model name"),
+        "cpu_flags": sorted(each for each in cpuinfo("flags").split() if _FLAGS.match(each)),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **_versions(),
+        **{package: found or "absent" for package, found in versions(PACKAGES).items()},
     }
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
     """The output of a git command; empty if this is not a checkout, or git is missing."""
     try:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
@@ -105,20 +111,21 @@ def _module() -> list[str]:
     return [f"benchmarks.{Path(sys.argv[0]).stem}"]
 
 
-def _cpuinfo(field: str) -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(field):
-            return line.partition(":")[2].strip()
-    return ""
+def cpuinfo(field: str) -> str:
+    """What Linux tells of the first processor; empty if it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The version of each package; empty if it is not installed."""
     found = {}
-    for package in ("torch", "nixl", "pyzmq", "aiohttp", "transformers"):
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "absent"
+            found[package] = ""
     return found

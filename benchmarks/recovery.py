@@ -10,22 +10,22 @@ migrates. A second gateway with four streams is killed, too. `free`: time until 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import aiohttp
 
+from benchmarks.command import Result, run
 from benchmarks.dispatched import greedy, stream
-from benchmarks.figures import quantile, spread
+from benchmarks.figures import spread
+from benchmarks.load.summary import percentile
 from benchmarks.models import llama_long
 from benchmarks.process import Process
-from benchmarks.record import record
 from common.contract.ids import new_incarnation
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
@@ -109,7 +109,7 @@ class Bench:
         self.dispatcher.tell(leaving.address, drain=False)
         await self.usable()
         gaps = [b - a for a, b in itertools.pairwise(arrivals[1:])]
-        return longest_gap(arrivals[BEFORE - 1 :]), quantile(gaps, 0.5)
+        return longest_gap(arrivals[BEFORE - 1 :]), percentile(gaps, 50)
 
     async def lose_gateway(self) -> float:
         """Seconds from the death of a gateway with four streams until its workers hold nothing."""
@@ -153,7 +153,7 @@ def longest_gap(arrivals: list[float]) -> float:
     return max(b - a for a, b in itertools.pairwise(arrivals))
 
 
-async def measure(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
+async def in_turns(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Measure every fault, in turns."""
     running = asyncio.create_task(bench.dispatcher.run())
     await bench.dispatcher.wait_usable()
@@ -179,33 +179,22 @@ async def measure(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]
     return taken
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with TemporaryDirectory() as scratch:
-        folder = llama_long(Path(scratch))
-        common = ["--model", str(folder), "--num-threads", "1", "--log-level", "error"]
-        workers = [Process(module, common) for module in ("prefill_worker", "decode_worker", "decode_worker")]
-        try:
-            for worker in workers:
-                worker.start()
-            bench = Bench(folder, workers[0], workers[1:], random.Random(args.seed))
-            taken = asyncio.run(measure(bench, args.rounds))
-        finally:
-            for worker in workers:
-                worker.close()
+def measure(scratch: Path, *, rounds: int = 100, seed: int = 0) -> Result:
+    """Start the workers, and measure every fault."""
+    folder = llama_long(scratch)
+    common = ["--model", str(folder), "--num-threads", "1", "--log-level", "error"]
+    with ExitStack() as stack:
+        prefill, *decode = [
+            stack.enter_context(Process(module, common))
+            for module in ("prefill_worker", "decode_worker", "decode_worker")
+        ]
+        taken = asyncio.run(in_turns(Bench(folder, prefill, decode, random.Random(seed)), rounds))
     figures = {
-        name: {what: spread(values) | {"p99": quantile(values, 0.99)} for what, values in each.items()}
+        name: {what: spread(values) | {"p99": percentile(values, 99)} for what, values in each.items()}
         for name, each in taken.items()
     }
-    for name, each in figures.items():
-        print(f"{name:<10}", "  ".join(f"{what} p50 {v['p50']:.1f} p99 {v['p99']:.1f}" for what, v in each.items()))
-    workload = {"model": "llama_long", "prefill": 1, "decode": 2, "rounds": args.rounds}
-    print(record("recovery", workload=workload, figures=figures, seed=args.seed))
+    return Result(name="recovery", figures=figures, workload={"model": "llama_long", "prefill": 1, "decode": 2})
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

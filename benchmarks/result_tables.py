@@ -1,172 +1,170 @@
-"""The tables in the documents, each from a recorded run (`benchmarks/record.py`), as Markdown."""
+"""The tables in the documents, each from a recorded run (`benchmarks/record.py`), as Markdown.
+
+Most are declared: a template, and the rows of values that a run's figures have.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
 
+from benchmarks.figures import spread
 from benchmarks.record import Run
 from common.runtime.kv_size import KNOWN_SHAPES
 
 FORWARDER = "forwarder "
 """What precedes the number of streams in the name of a configuration of `benchmarks.gateway` without a gateway."""
 
+Figures = Any
+Row = Mapping[str, Any]
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table with this head and these rows."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def of_rounds(figure: dict[str, float], form: str, unit: str = "") -> str:
-    """Median, and from the least to the most of the rounds."""
-    middle, least, most = (form.format(figure[name]) for name in ("p50", "min", "max"))
-    return f"{middle}{unit} ({least} to {most})"
+class Cell(Formatter):
+    """`str.format`, with a letter that may precede a number's specification: `m` for milliseconds of seconds, `k` for
+    thousands, `c` for hundredths, and `r` for the median of a spread with its least and most. None is a dash."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """One value."""
+        kind, rest = format_spec[:1], format_spec[1:]
+        if value is None:
+            return "-"
+        if kind == "r":
+            return "{} ({} to {})".format(*(format(value[name], rest) for name in ("p50", "min", "max")))
+        if kind and kind in "mkc":
+            return format(value / 1000 if kind == "k" else value * {"m": 1000, "c": 100}[kind], rest)
+        return str(format(value, format_spec))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A declared table."""
+
+    template: str
+    """Two lines of Markdown: the head, and the form (`Cell`) of a line with the values of a row."""
+    rows: Callable[[Figures], Iterable[Row]]
+
+    def __call__(self, run: Run) -> str:
+        """The table of a run."""
+        head, form = self.template.strip().splitlines()
+        rule = "| --- " * head.count(" | ") + "| --- |"
+        return "\n".join([head, rule, *(Cell().vformat(form, (), row) for row in self.rows(run["figures"])), ""])
+
+
+def named(figures: Figures) -> list[Row]:
+    """The rows of figures by name."""
+    return [{"name": name, **each} for name, each in figures.items()]
 
 
 def versus(run: Run) -> str:
     """Baton compared with vLLM: medians, and ratios of the rounds."""
-    rows = []
-    for each in run["figures"]["ratios"]:
-        rounds = sum(
-            of["system"] == each["ours"] and of["concurrency"] == each["concurrency"] for of in run["figures"]["runs"]
-        )
-        rate, ttft, itl = (each[name] for name in ("output_tokens_per_s", "ttft_p50_s", "itl_p99_s"))
-        rows.append(
-            [
-                f"{each['ours']} / {each['theirs']}",
-                str(each["concurrency"]),
-                f"{rate['ours']:.1f} / {rate['theirs']:.1f}",
-                f"**{rate['ratio']:.2f}** ({rate['ratio_min']:.2f} to {rate['ratio_max']:.2f})"
-                if rounds > 1
-                else f"**{rate['ratio']:.2f}** (one round)",
-                f"{1e3 * ttft['ours']:.0f} / {1e3 * ttft['theirs']:.0f}",
-                f"{1e3 * itl['ours']:.0f} / {1e3 * itl['theirs']:.0f}",
-            ]
-        )
-    head = ["systems", "concurrency", "output tokens/s", "ratio", "TTFT p50, ms", "ITL P99, ms"]
     failed = Counter[str]()
     for each in run["figures"]["runs"]:
         failed[each["system"]] += each.get("failed", 0)
     note = ", ".join(f"{number} of {system}" for system, number in failed.items() if number)
-    return table(head, rows) + (f"\nFailed requests: {note}.\n" if note else "")
+    return _versus(run) + (f"\nFailed requests: {note}.\n" if note else "")
 
 
-def against(run: Run) -> str:
-    """Show decode steps and decode attention of a tree beside those of another one."""
-    rows = []
-    for kind, each in ((kind, each) for kind, cases in run["figures"].items() for each in cases):
-        ours, theirs = each["ms"]
-        ratio = of_rounds(each["ratio"], "{:.2f}")
-        rows.append([kind, ", ".join(map(str, each["case"])), f"{ours:.1f} / {theirs:.1f}", ratio])
-    return table(["what", "case", "least ms, after / before", "ratio"], rows)
+def _versus_rows(figures: Figures) -> Iterator[Row]:
+    for each in figures["ratios"]:
+        rate, mine = each["output_tokens_per_s"], (each["ours"], each["concurrency"])
+        rounds = sum((of["system"], of["concurrency"]) == mine for of in figures["runs"])
+        span = f"{rate['ratio_min']:.2f} to {rate['ratio_max']:.2f}" if rounds > 1 else "one round"
+        yield each | {"rate": rate, "span": span}
 
 
-def step_overhead(run: Run) -> str:
-    """The time of a step outside the model, by number of streams, with the parts of it inside the sampler."""
-    head = ["streams", "sampling", "µs, median", "least", "µs of processor time"]
-    head += ["`best`, µs", "`draw`, µs", "outside both, µs, median", "least", "`best` / a plain read"]
-    rows = []
-    for streams, kinds in run["figures"].items():
-        for kind, each in kinds.items():
-            row = [streams, kind, *(f"{each['wall_us'][name]:.0f}" for name in ("p50", "min"))]
-            row += [f"{each[name]['p50']:.0f}" for name in ("cpu_us", "best_us", "draw_us")]
-            row += [f"{each['outside_us'][name]:.0f}" for name in ("p50", "min")]
-            rows.append([*row, f"{each['best_over_read']['p50']:.2f}"])
-    return table(head, rows)
-
-
-def routing_cost(run: Run) -> str:
-    """CPU time of one choice of workers, by number of workers and by how many hold the prompt's beginning."""
-    rows = [
-        [
-            f"{int(workers):,}",
-            load,
-            *(f"{each[f'choose_us_{holders}'] / 1000:.2f}" for holders in ("none", "20", "all")),
-            f"{each['report_us']:.0f}",
-        ]
-        for load in ("idle", "busy")
-        for workers, each in run["figures"][load].items()
-    ]
-    head = ["workers", "load", "prompt cached nowhere, ms", "by 20, ms", "by all, ms", "a heartbeat, µs"]
-    return table(head, rows)
-
-
-def steady(run: Run) -> str:
-    """Memory of each process over the stages."""
-    figures = run["figures"]
-    rows = [
-        [name, f"{values[0]:.0f}", f"{values[len(values) // 2]:.0f}", f"{values[-1]:.0f}"]
+_versus = Table(
+    """
+| systems | concurrency | output tokens/s | ratio | TTFT p50, ms | ITL P99, ms |
+| {ours} / {theirs} | {concurrency} | {rate[ours]:.1f} / {rate[theirs]:.1f} | **{rate[ratio]:.2f}** ({span}) \
+| {ttft_p50_s[ours]:m.0f} / {ttft_p50_s[theirs]:m.0f} | {itl_p99_s[ours]:m.0f} / {itl_p99_s[theirs]:m.0f} |
+""",
+    _versus_rows,
+)
+against = Table(
+    """
+| what | case | least ms, after / before | ratio |
+| {kind} | {told} | {ms[0]:.1f} / {ms[1]:.1f} | {ratio:r.2f} |
+""",
+    lambda figures: [
+        {"kind": kind, "told": ", ".join(map(str, each["case"])), **each}
+        for kind, cases in figures.items()
+        for each in cases
+    ],
+)
+step_overhead = Table(
+    """
+| streams | sampling | µs, median | least | µs of processor time | `best`, µs | `draw`, µs \
+| outside both, µs, median | least | `best` / a plain read |
+| {streams} | {name} | {wall_us[p50]:.0f} | {wall_us[min]:.0f} | {cpu_us[p50]:.0f} | {best_us[p50]:.0f} \
+| {draw_us[p50]:.0f} | {outside_us[p50]:.0f} | {outside_us[min]:.0f} | {best_over_read[p50]:.2f} |
+""",
+    lambda figures: [{"streams": streams, **row} for streams, kinds in figures.items() for row in named(kinds)],
+)
+routing_cost = Table(
+    """
+| workers | load | prompt cached nowhere, ms | by 20, ms | by all, ms | a heartbeat, µs |
+| {workers:,} | {load} | {choose_us_none:k.2f} | {choose_us_20:k.2f} | {choose_us_all:k.2f} | {report_us:.0f} |
+""",
+    lambda figures: [
+        {"workers": int(row["name"]), "load": load, **row} for load in ("idle", "busy") for row in named(figures[load])
+    ],
+)
+steady = Table(
+    """
+| process | MiB after the first stage | half-way | at the end |
+| {name} | {first:.0f} | {middle:.0f} | {last:.0f} |
+""",
+    lambda figures: [
+        {"name": name, "first": values[0], "middle": values[len(values) // 2], "last": values[-1]}
         for name, values in figures["resident_mib"].items()
-    ]
-    return table(["process", "MiB after the first stage", "half-way", "at the end"], rows)
+    ],
+)
+modes = Table(
+    """
+| mode | TTFT mean, ms | TTFT P99 | ITL p50, ms | ITL P99 | latency mean, s | tokens/s |
+| {name} | {ttft_mean_s:m.0f} | {ttft_p99_s:m.0f} | {itl_p50_ms:.0f} | {itl_p99_ms:.0f} | {latency_mean_s:.2f} \
+| {tokens_per_s:.0f} |
+""",
+    named,
+)
+interference = Table(
+    """
+| mode and chunk | ITL P99 before, ms | during: p50 | during: P99 | TTFT of the prompt, s |
+| {name} | {itl_before[p99_ms]:.0f} | {itl_during[p50_ms]:.0f} | {itl_during[p99_ms]:.0f} | {long_ttft_s:.1f} |
+""",
+    named,
+)
 
 
-def agreement(run: Run) -> str:
-    """Figures of the two load generators on the same load."""
-    rows = [
-        [name.replace("_", " "), f"{each['ours']:.4g}", f"{each['theirs']:.4g}", f"{100 * (each['ratio'] - 1):+.1f} %"]
-        for name, each in run["figures"]["ratios"].items()
-    ]
-    return table(["figure", "`baton bench`", "`vllm bench serve`", "difference"], rows)
-
-
-def modes(run: Run) -> str:
-    """One trace in every mode."""
-    rows = [
-        [
-            name,
-            f"{1e3 * each['ttft_mean_s']:.0f}",
-            f"{1e3 * each['ttft_p99_s']:.0f}",
-            f"{each['itl_p50_ms']:.0f}",
-            f"{each['itl_p99_ms']:.0f}",
-            f"{each['latency_mean_s']:.2f}",
-            f"{each['tokens_per_s']:.0f}",
-        ]
-        for name, each in run["figures"].items()
-    ]
-    head = ["mode", "TTFT mean, ms", "TTFT P99", "ITL p50, ms", "ITL P99", "latency mean, s", "tokens/s"]
-    return table(head, rows)
-
-
-def interference(run: Run) -> str:
-    """Gaps in streams while a long prompt is computed."""
-    rows = [
-        [
-            name,
-            f"{each['itl_before']['p99_ms']:.0f}",
-            f"{each['itl_during']['p50_ms']:.0f}",
-            f"{each['itl_during']['p99_ms']:.0f}",
-            f"{each['long_ttft_s']:.1f}",
-        ]
-        for name, each in run["figures"].items()
-    ]
-    return table(["mode and chunk", "ITL P99 before, ms", "during: p50", "during: P99", "TTFT of the prompt, s"], rows)
-
-
-def grammars(run: Run) -> str:
-    """Gaps in streams while choices follow grammars: medians of the rounds, and the longest gap of all rounds."""
-    rows = []
-    for name, rounds in run["figures"].items():
-        gaps = {when: [each[f"itl_{when}"] for each in rounds] for when in ("before", "during")}
-        row = [name]
+def _grammar_rows(figures: Figures) -> Iterator[Row]:
+    """Medians of the rounds, and the longest gap of all rounds."""
+    for name, rounds in figures.items():
+        row = {"name": name}
         for when in ("before", "during"):
-            row.append(f"{statistics.median([each['p99_ms'] for each in gaps[when]]):.0f}")
-            row.append(f"{statistics.median([each['max_ms'] for each in gaps[when]]):.0f}")
-            row.append(f"{max(each['max_ms'] for each in gaps[when]):.0f}")
+            for figure in ("p99_ms", "max_ms"):
+                row[f"{when}_{figure}"] = spread([each[f"itl_{when}"][figure] for each in rounds])
         ends = Counter(each["end"] for each in rounds)
-        rows.append([*row, ", ".join(f"{end} {number}" for end, number in sorted(ends.items()))])
-    head = [
-        "the 16 choices",
-        "before: P99, ms",
-        "longest, median",
-        "of all",
-        "during: P99",
-        "longest, median",
-        "of all",
-    ]
-    return table([*head, "ends"], rows)
+        yield row | {"ends": ", ".join(f"{end} {number}" for end, number in sorted(ends.items()))}
+
+
+grammars = Table(
+    """
+| the 16 choices | before: P99, ms | longest, median | of all | during: P99 | longest, median | of all | ends |
+| {name} | {before_p99_ms[p50]:.0f} | {before_max_ms[p50]:.0f} | {before_max_ms[max]:.0f} \
+| {during_p99_ms[p50]:.0f} | {during_max_ms[p50]:.0f} | {during_max_ms[max]:.0f} | {ends} |
+""",
+    _grammar_rows,
+)
 
 
 def kv_sizes() -> str:
@@ -179,131 +177,83 @@ def kv_sizes() -> str:
     return table(["model", "a token", "4,096 tokens"], rows)
 
 
-def gateway(run: Run) -> str:
-    """One gateway process between scripted workers and clients, streaming; and a plain forwarder, if it was measured in
-    turns with it."""
-    rows = [
-        [
-            f"{streams.removeprefix(FORWARDER)}, forwarder" if streams.startswith(FORWARDER) else streams,
-            of_rounds(each["added_p50_ms"], "{:.2f}"),
-            of_rounds(each["added_p99_ms"], "{:.1f}"),
-            of_rounds(each["tokens_per_s"], "{:,.0f}"),
-            of_rounds(each["moderate_cpu_us_per_token"], "{:.0f}"),
-            of_rounds(each["cpu_us_per_token"], "{:.0f}"),
-            f"{each['gateway_share']['p50']:.0%}".replace("%", " %"),
-        ]
-        for streams, each in run["figures"].items()
-        if streams.removeprefix(FORWARDER).isdigit()
-    ]
-    head = [
-        "open streams",
-        "added, p50, ms",
-        "P99",
-        "tokens/s at most",
-        "µs a token, moderate pace",
-        "at most",
-        "of a core",
-    ]
-    return table(head, rows)
+def _gateway_rows(figures: Figures) -> Iterator[Row]:
+    """The gateway, and a plain forwarder, if it was measured in turns with it."""
+    for name, each in figures.items():
+        number = name.removeprefix(FORWARDER)
+        if number.isdigit():
+            yield each | {"name": name if name == number else f"{number}, forwarder"}
 
 
-def gateway_requests(run: Run) -> str:
-    """The same, with short answers."""
-    figures = run["figures"]["requests"]
-    share = f"{figures['gateway_share']['p50']:.0%}".replace("%", " %")
-    row = [of_rounds(figures["requests_per_s"], "{:.0f}"), of_rounds(figures["cpu_us_per_request"], "{:.0f}"), share]
-    return table(["requests/s", "µs a request", "of a core"], [row])
+gateway = Table(
+    """
+| open streams | added, p50, ms | P99 | tokens/s at most | µs a token, moderate pace | at most | of a core |
+| {name} | {added_p50_ms:r.2f} | {added_p99_ms:r.1f} | {tokens_per_s:r,.0f} | {moderate_cpu_us_per_token:r.0f} \
+| {cpu_us_per_token:r.0f} | {gateway_share[p50]:c.0f} % |
+""",
+    _gateway_rows,
+)
+gateway_requests = Table(
+    """
+| requests/s | µs a request | of a core |
+| {requests_per_s:r.0f} | {cpu_us_per_request:r.0f} | {gateway_share[p50]:c.0f} % |
+""",
+    lambda figures: [figures["requests"]],
+)
 
 
-def routing(run: Run) -> str:
-    """Routing by expected time, and in turn: medians of the rounds, and the ratios of the rounds."""
-    runs = run["figures"]["runs"]
-    rows = []
-    for workload in dict.fromkeys(each["workload"] for each in runs):
-        row = [workload]
-        for figure, form in (("ttft_mean_ms", "{:.0f}"), ("ttft_p99_ms", "{:.0f}"), ("tokens_computed", "{:,.0f}")):
-            by = {
-                policy: [each[figure] for each in runs if (each["workload"], each["routing"]) == (workload, policy)]
-                for policy in ("expected", "round_robin")
-            }
-            ratios = sorted(a / b for a, b in zip(by["expected"], by["round_robin"], strict=True))
-            ours, theirs = (form.format(statistics.median(each)) for each in by.values())
-            middle = statistics.median(ratios)
-            row.append(f"{ours} / {theirs} (**{middle:.2f}**; {ratios[0]:.2f} to {ratios[-1]:.2f})")
-            if figure == "ttft_mean_ms":
-                lost = f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
-        rows.append([*row, lost])
-    head = ["workload", "mean TTFT, ms", "TTFT P99, ms", "prompt tokens computed", "rounds lost, by mean TTFT"]
-    return table(head, rows)
-
-
-def interval(values: Sequence[float], form: str = "{:.1f}") -> str:
-    """The median, with minimum and maximum if there is more than one value."""
-    if len(values) == 1:
-        return form.format(values[0])
-    return f"{form.format(statistics.median(values))} ({form.format(min(values))} to {form.format(max(values))})"
-
-
-def overload(run: Run) -> str:
-    """Goodput over load: medians with the range of the rounds, sums of counts, and the time to a refusal as median of
-    the rounds' medians / maximum of all rounds."""
-    runs = run["figures"]["runs"]
-    rows = []
+def _overload_rows(figures: Figures) -> Iterator[Row]:
+    """Medians with the range of the rounds, sums of counts, and the time to a refusal as median of the rounds' medians
+    / maximum of all rounds."""
+    runs = figures["runs"]
     for share in sorted({each["share"] for each in runs}):
         of = [each for each in runs if each["share"] == share]
         refusals = [each["refusal_s"] for each in of if each["refusal_s"]]
-        rows.append(
-            [
-                f"{share:g}",
-                f"{statistics.median(each['rate'] for each in of):.1f}",
-                interval([each["goodput"] for each in of]),
-                f"{sum(each['accepted'] for each in of)}",
-                f"{sum(each['refused'] for each in of)}",
-                interval([100 * each["refused"] / each["requests"] for each in of], "{:.0f}"),
-                f"{sum(each['neither'] for each in of)}",
-                interval([100 * each["accepted_that_met_the_target"] for each in of], "{:.0f}"),
-                f"{1e3 * statistics.median(each['p50'] for each in refusals):.0f} / "
-                f"{1e3 * max(each['max'] for each in refusals):.0f}"
-                if refusals
-                else "",
-            ]
+        slowest = (
+            [statistics.median(each["p50"] for each in refusals), max(e["max"] for e in refusals)] if refusals else []
         )
-    head = [
-        "of the closed loop's rate",
-        "requests/s",
-        "good requests/s",
-        "accepted",
-        "refused",
-        "of all, %",
-        "failed",
-        "of the accepted, on time, %",
-        "ms to a refusal, p50 / most",
-    ]
-    return table(head, rows)
+        yield {
+            "share": share,
+            "rate": statistics.median(each["rate"] for each in of),
+            "goodput": spread([each["goodput"] for each in of]),
+            **{name: sum(each[name] for each in of) for name in ("accepted", "refused", "neither")},
+            "refused_share": spread([100 * each["refused"] / each["requests"] for each in of]),
+            "on_time": spread([100 * each["accepted_that_met_the_target"] for each in of]),
+            "refusal_ms": " / ".join(f"{1000 * each:.0f}" for each in slowest),
+        }
 
 
-def autoscale(run: Run) -> str:
-    """Effects of the load step, scaled by the rules and by the queue alone: the worst run, unless stated otherwise."""
-    rows = []
-    for name, runs in run["figures"].items():
+overload = Table(
+    """
+| of the closed loop's rate | requests/s | good requests/s | accepted | refused | of all, % | failed \
+| of the accepted, on time, % | ms to a refusal, p50 / most |
+| {share:g} | {rate:.1f} | {goodput:r.1f} | {accepted} | {refused} | {refused_share:r.0f} | {neither} \
+| {on_time:r.0f} | {refusal_ms} |
+""",
+    _overload_rows,
+)
 
-        def worst(figure: str, runs: Sequence[Run] = runs) -> float:
-            return float(max(each[figure] for each in runs))
 
-        rows.append(
-            [
-                name,
-                f"{worst('seconds_until_needed_are_asked_for'):.0f} s",
-                f"{worst('seconds_until_the_target_is_met'):.0f} s",
-                f"{worst('most_replicas'):.0f}",
-                ", ".join(str(each["last_replicas"]) for each in runs),
-                ", ".join(str(each["changes_of_direction"]) for each in runs),
-                f"{worst('p90_ttft_s_after'):.2f} s",
-                f"{worst('refused'):.0f}",
-            ]
-        )
-    head = ["scaled by", "four are asked for after", "the target is met after", "most", "in the end, each run"]
-    return table([*head, "changes of direction, each run", "TTFT P90 from then on", "refused"], rows)
+def _autoscale_rows(figures: Figures) -> Iterator[Row]:
+    """The worst run, unless stated otherwise."""
+    for name, runs in figures.items():
+        worst = {figure: float(max(each[figure] for each in runs)) for figure in runs[0] if figure != "replicas"}
+        each = {
+            f"each_{of}": ", ".join(str(run[of]) for run in runs) for of in ("last_replicas", "changes_of_direction")
+        }
+        yield {"name": name, **worst, **each}
+
+
+autoscale = Table(
+    """
+| scaled by | four are asked for after | the target is met after | most | in the end, each run \
+| changes of direction, each run | TTFT P90 from then on | refused |
+| {name} | {seconds_until_needed_are_asked_for:.0f} s | {seconds_until_the_target_is_met:.0f} s \
+| {most_replicas:.0f} | {each_last_replicas} | {each_changes_of_direction} | {p90_ttft_s_after:.2f} s \
+| {refused:.0f} |
+""",
+    _autoscale_rows,
+)
 
 
 def recovery(run: Run) -> str:
@@ -361,7 +311,6 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "recovery": recovery,
     "chaos": matrix,
     "gateway": gateway,
-    "routing": routing,
     "overload": overload,
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
@@ -373,7 +322,6 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "step-overhead": step_overhead,
     "routing-cost": routing_cost,
     "steady": steady,
-    "bench-agreement": agreement,
     "modes": modes,
     "interference-long-prompt": interference,
     "interference-grammar": grammars,

@@ -10,11 +10,12 @@ it is: the program that made it is in the history, at the commit of its record. 
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
+from typing import Annotated
 
 from benchmarks import gpu_tables, result_tables
+from benchmarks.command import call
 from benchmarks.overview_tables import OVERVIEWS
 from benchmarks.record import ROOT, Run, recorded
 from benchmarks.result_pictures import draw
@@ -87,13 +88,10 @@ def rendered(page: str) -> str:
     return MARKED.sub(replace, page)
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args()
+def main(*, check: Annotated[bool, "write nothing"] = False) -> None:
+    """Write the pages, or compare them."""
     pages = {page: page.read_text() for page in PAGES}
-    if options.check:
+    if check:
         stale = [page.name for page, text in pages.items() if rendered(text) != text]
         raise SystemExit(f"not what is recorded: {', '.join(stale)}" if stale else 0)
     for page, text in pages.items():
@@ -103,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)

@@ -13,13 +13,13 @@ the time to look up the 60 blocks of a prompt that all of these workers hold.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
-from benchmarks.record import record
+from benchmarks.command import Result, run, show
 from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES, BlockHash
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
@@ -145,27 +145,20 @@ def measure_index(num_holders: int, draw: random.Random) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    figures: dict[str, dict[str, dict[str, float]]] = {}
+def measure_all(scratch: Path, *, seed: int = 0) -> Result:
+    """The cost by state and number of workers, and that of the index by number of holders."""
+    figures: dict[str, dict[str, dict[str, float]]] = {"idle": {}, "busy": {}, "index": {}}
     for state in ("idle", "busy"):
-        figures[state] = {}
         for num_workers in WORKERS:
-            found = measure(num_workers, random.Random(args.seed), busy=state == "busy")
+            found = measure(num_workers, random.Random(seed), busy=state == "busy")
             figures[state][str(num_workers)] = found
-            told = "  ".join(f"{name} {value:7.1f}" for name, value in found.items())
-            print(f"{state} {num_workers:5} workers: {told}", flush=True)
-    figures["index"] = {}
+            show(f"{state}, {num_workers} workers", found)
     for num_holders in HOLDERS:
-        found = figures["index"][str(num_holders)] = measure_index(num_holders, random.Random(args.seed))
-        told = "  ".join(f"{name} {value:7.1f}" for name, value in found.items())
-        print(f"index, {num_holders:5} holders of each block: {told}", flush=True)
+        found = figures["index"][str(num_holders)] = measure_index(num_holders, random.Random(seed))
+        show(f"index, {num_holders} holders", found)
     workload = {"prompt_tokens": PROMPT_TOKENS, "repetitions": REPETITIONS}
-    print(record("routing-cost", workload=workload, figures=figures, seed=args.seed))
+    return Result(name="routing-cost", figures=figures, workload=workload)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure_all, __doc__)

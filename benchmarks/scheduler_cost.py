@@ -10,14 +10,14 @@ changes in a step grows with the number of running sequences.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import statistics
 import time
+from pathlib import Path
 
-from benchmarks.figures import quantile
-from benchmarks.record import record
+from benchmarks.command import Result, run, show
+from benchmarks.load.summary import percentile
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.messages import Decode, Source, Tokens
@@ -138,44 +138,26 @@ def measure(num_running: int, num_queued: int, num_steps: int, seed: int, *, pre
     gc.unfreeze()
     return {
         "p50_us": statistics.median(taken),
-        "p99_us": quantile(taken, 0.99),
+        "p99_us": percentile(taken, 99),
         "max_us": max(taken),
         "running": load.scheduler.num_running,
         "preemptions": load.scheduler.num_swapped + load.scheduler.num_recomputed,
     }
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def measure_all(scratch: Path, *, steps: int = 1000, seed: int = 0) -> Result:
+    """The cost by running sequences, by the same under memory pressure, and by waiting ones."""
     figures: dict[str, dict[str, dict[str, float]]] = {"running": {}, "under_pressure": {}, "queued": {}}
-    for kind, pressure in (("running", False), ("under_pressure", True)):
-        for num_running in RUNNING:
-            found = measure(num_running, 0, args.steps, args.seed, pressure=pressure)
-            figures[kind][str(num_running)] = found
-            print(
-                f"{kind:<15} {num_running:6} running: p50 {found['p50_us']:8.1f} µs, p99 {found['p99_us']:8.1f} µs,"
-                f" {found['running']} running, {found['preemptions']} preempted",
-                flush=True,
-            )
-    for num_queued in QUEUED:
-        found = measure(256, num_queued, args.steps, args.seed, pressure=True)
-        figures["queued"][str(num_queued)] = found
-        print(
-            f"{num_queued:6} queued behind 256: p50 {found['p50_us']:8.1f} µs, p99 {found['p99_us']:8.1f} µs",
-            flush=True,
-        )
-    workload = {
-        "mean_output_tokens": MEAN_OUTPUT,
-        "prompt_tokens": len(PROMPT),
-        "block_size": BLOCK_SIZE,
-        "steps": args.steps,
-    }
-    print(record("scheduler-cost", workload=workload, figures=figures, seed=args.seed))
+    cases = [(kind, number, number, 0) for kind in ("running", "under_pressure") for number in RUNNING]
+    cases += [("queued", number, 256, number) for number in QUEUED]
+    for kind, number, num_running, num_queued in cases:
+        pressure = kind != "running"
+        found = measure(num_running, num_queued, steps, seed, pressure=pressure)
+        figures[kind][str(number)] = found
+        show(f"{kind} {number}", found)
+    workload = {"mean_output_tokens": MEAN_OUTPUT, "prompt_tokens": len(PROMPT), "block_size": BLOCK_SIZE}
+    return Result(name="scheduler-cost", figures=figures, workload=workload)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure_all, __doc__)

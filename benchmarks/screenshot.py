@@ -7,7 +7,6 @@ Needs Playwright (`pip install -e ".[dev]"`) and Debian's `chromium`. Without `-
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import random
@@ -15,11 +14,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 from playwright.async_api import Page, async_playwright
 
+from benchmarks.command import call
 from benchmarks.local import local_stack
 
 NAMES = ("Mira", "Otto", "Ada", "Boris", "Clara", "Dylan", "Elsa", "Felix", "Greta", "Emil", "Flora", "Gavin")
@@ -111,16 +111,16 @@ async def shoot(url: str, folder: Path, warm_up_s: float) -> None:
             await loading
 
 
-def main() -> None:
+def main(
+    *,
+    folder: Path = Path("docs"),
+    warm_up: Annotated[float, "seconds of load before the first picture"] = 100.0,
+    url: Annotated[str | None, "of a gateway that runs already"] = None,
+) -> None:
     """Take every picture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("docs"))
-    parser.add_argument("--warm-up", type=float, default=100.0, help="seconds of load before the first picture")
-    parser.add_argument("--url", help="of a gateway that runs already")
-    arguments = parser.parse_args()
-    with stack(arguments.url) as url:
-        asyncio.run(shoot(url, arguments.folder, arguments.warm_up))
+    with stack(url) as place:
+        asyncio.run(shoot(place, folder, warm_up))
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)

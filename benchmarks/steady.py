@@ -9,14 +9,12 @@ gateway's index of cached blocks.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from benchmarks.command import Result, run, show
 from benchmarks.load_run import run_load
 from benchmarks.local import local_stack
 from benchmarks.models import llama_15m
-from benchmarks.record import record
 
 LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "256", "--max-output-tokens", "64")
 
@@ -27,35 +25,22 @@ def resident_mib(pid: int) -> float:
     return int(fields["RssAnon"].split()[0]) / 1024
 
 
-def main() -> None:
-    """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=5000)
-    parser.add_argument("--stages", type=int, default=10)
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
+def measure(scratch: Path, *, requests: int = 5000, stages: int = 10) -> Result:
+    """MiB of each process after each stage. The first stages fill caches, so growth is that over the second half."""
     series: dict[str, list[float]] = {}
-    with TemporaryDirectory() as scratch:
-        folder = llama_15m(Path(scratch))
-        sizes = ["--model", str(folder), "--kv-cache-bytes", str(64 * 2**20)]
-        with local_stack(sizes, {}) as local:
-            for stage in range(options.stages + 1):
-                number = options.requests // options.stages
-                load = ["--requests", str(number), "--concurrency", "16", "--seed", str(stage)]
-                run_load(local.url, Path(scratch) / "run.json", *LENGTHS, *load)
-                for name, pid in local.pids.items():
-                    series.setdefault(name.split()[0], []).append(resident_mib(pid))
-                print(stage, "  ".join(f"{name} {values[-1]:.1f}" for name, values in series.items()), flush=True)
-    # The first stages fill caches, buffers and connections, so only growth over the second half counts.
+    sizes = ["--model", str(llama_15m(scratch)), "--kv-cache-bytes", str(64 * 2**20)]
+    with local_stack(sizes, {}) as local:
+        for stage in range(stages + 1):
+            number = requests // stages
+            load = ["--requests", str(number), "--concurrency", "16", "--seed", str(stage)]
+            run_load(local.url, scratch / "run.json", *LENGTHS, *load)
+            for name, pid in local.pids.items():
+                series.setdefault(name.split()[0], []).append(resident_mib(pid))
+            show(f"stage {stage}, MiB", {name: values[-1] for name, values in series.items()})
     growth = {name: values[-1] - values[len(values) // 2] for name, values in series.items()}
-    for name, value in growth.items():
-        print(f"{name:<16}{value:+7.2f} MiB over the second half, of {series[name][-1]:.1f}")
-    if not options.no_record:
-        workload = {"requests": options.requests, "stages": options.stages, "lengths": " ".join(LENGTHS)}
-        workload["seeds"] = list(range(options.stages + 1))
-        figures = {"resident_mib": series, "growth_second_half_mib": growth}
-        print(record("steady", workload=workload, figures=figures, seed=0))
+    workload = {"lengths": " ".join(LENGTHS), "seeds": list(range(stages + 1))}
+    return Result(name="steady", figures={"resident_mib": series, "growth_second_half_mib": growth}, workload=workload)
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -9,30 +9,29 @@ of streams, and greedy and sampled streams, take turns. Microseconds per step:
 * `wall`, `cpu`: time from step to step, and processor time of the worker.
 * `best`, `draw`: time inside the backend's two operations of the sampler, which read the logits.
 * `outside`: `wall` without `best` and `draw`.
-* `read`: a plain sum of the same logits. The worker takes it after one step in 4, and `wall` and `cpu` leave it out.
-  `best_over_read` is the ratio of `best` to it.
+* `read`: a plain sum of the same logits. The worker takes it in one step in 4, before `best`; `wall` and `cpu` leave it
+  out. `best_over_read` is the ratio of `best` in the other steps to it, so that each comes upon the caches as the step
+  before has left them.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import aiohttp
 
+from benchmarks.command import Result, UsageError, run
 from benchmarks.endless_streams import PULSE, endless_streams
 from benchmarks.figures import cpu_seconds, spread
 from benchmarks.models import llama_15m
 from benchmarks.process import Process
-from benchmarks.record import record
 
 if TYPE_CHECKING:
     import torch
@@ -47,46 +46,13 @@ KV_BYTES_PER_STREAM = 2**24
 MOST_STREAMS = 512
 READ_EVERY = 4
 """Steps from one plain read of the logits to the next."""
-PARTS = ("best", "draw", "read")
+PARTS = ("best", "again", "draw", "read")
+"""What is timed; `again` is `best` after a read."""
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 1.0},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
 }
-
-
-def main() -> None:
-    """Measure, print, record; with `--serve`, be the worker."""
-    if sys.argv[1:2] == ["--serve"]:
-        del sys.argv[1]
-        serve_without_model()
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="+", default=[32])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each round")
-    parser.add_argument("--no-record", action="store_true")
-    options = parser.parse_args()
-    if max(options.streams) > MOST_STREAMS:
-        parser.error(f"at most {MOST_STREAMS} streams")
-    with TemporaryDirectory() as scratch:
-        folder = llama_15m(Path(scratch))
-        worker = Process("benchmarks.step_overhead", worker_options(folder, max(options.streams)))
-        try:
-            worker.start()
-            taken = asyncio.run(measure(worker, options))
-        finally:
-            worker.close()
-    figures = {
-        streams: {kind: {name: spread(values) for name, values in each.items()} for kind, each in kinds.items()}
-        for streams, kinds in taken.items()
-    }
-    for streams, kinds in figures.items():
-        for kind, each in kinds.items():
-            print(f"{streams:>4} {kind:<12}", "  ".join(f"{name} {value['p50']:.3g}" for name, value in each.items()))
-    if not options.no_record:
-        workload = {name: value for name, value in vars(options).items() if name != "no_record"}
-        print(record("step-overhead", workload=workload | {"vocabulary": 32000}, figures=figures, seed=0))
 
 
 # --- the worker process ------------------------------------------------------------------------------------------
@@ -101,7 +67,7 @@ def worker_options(folder: Path, most_streams: int) -> list[str]:
 
 
 class SamplerTimes:
-    """Seconds and calls of a backend's `best` and `draw`, and of plain reads of the same logits."""
+    """Seconds and calls of each of `PARTS`."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -121,9 +87,14 @@ class TimedBackend:
 
     def best(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Backend.best`."""
+        part = "best"
+        if sum(self._times.calls[each] for each in ("best", "again")) % READ_EVERY == 0:
+            part, begin = "again", time.perf_counter()
+            logits_RV.sum()
+            self._times.add("read", begin)
         begin = time.perf_counter()
         best = self._backend.best(logits_RV)
-        self._times.add("best", begin)
+        self._times.add(part, begin)
         return best
 
     def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Samples) -> torch.Tensor:
@@ -161,12 +132,7 @@ def serve_without_model() -> None:
         logits_NV: torch.Tensor, samples: Any, eos_token_ids: Any, backend: Backend, *known: Any, **named: Any
     ) -> Choice:
         timed = cast("Backend", TimedBackend(backend, times))
-        choice = choose(logits_NV, samples, eos_token_ids, timed, *known, **named)
-        if times.calls["best"] % READ_EVERY == 0:
-            begin = time.perf_counter()
-            logits_NV.sum()
-            times.add("read", begin)
-        return choice
+        return choose(logits_NV, samples, eos_token_ids, timed, *known, **named)
 
     def metrics(self: DecodeCore) -> Iterable[Metric]:
         yield from own_metrics(self)
@@ -206,7 +172,7 @@ def per_step(before: Counts, after: Counts) -> dict[str, float]:
         for each in (
             after.wall_s - before.wall_s - seconds["read"],
             after.cpu_s - before.cpu_s - seconds["read"],
-            seconds["best"],
+            seconds["best"] + seconds["again"],
             seconds["draw"],
         )
     )
@@ -226,18 +192,18 @@ Taken = dict[str, dict[str, dict[str, list[float]]]]
 """Number of streams → kind of stream → figure → its value in each round."""
 
 
-async def measure(worker: Process, options: argparse.Namespace) -> Taken:
-    """The figures of each round."""
-    taken: Taken = {str(number): {kind: {} for kind in KINDS} for number in options.streams}
+async def in_turns(worker: Process, numbers: Sequence[int], rounds: int, seconds: float) -> Taken:
+    """The figures of each round, for each number of streams."""
+    taken: Taken = {str(number): {kind: {} for kind in KINDS} for number in numbers}
     async with aiohttp.ClientSession() as session, endless_streams(worker.address) as streams:
-        for _ in range(options.rounds):
-            for number in options.streams:
+        for _ in range(rounds):
+            for number in numbers:
                 for kind, parameters in KINDS.items():
                     streams.start(number, parameters)
                     while await running(session, worker) < number:
                         await asyncio.sleep(0.05)
                     before = await counts(session, worker)
-                    await asyncio.sleep(options.seconds)
+                    await asyncio.sleep(seconds)
                     for name, value in per_step(before, await counts(session, worker)).items():
                         taken[str(number)][kind].setdefault(name, []).append(value)
                     streams.stop()
@@ -264,5 +230,28 @@ async def counts(session: aiohttp.ClientSession, worker: Process) -> Counts:
     return Counts(time.perf_counter(), cpu_seconds(worker.pid), float(steps), seconds, calls)
 
 
+def measure(
+    scratch: Path,
+    *,
+    streams: tuple[int, ...] = (32,),
+    rounds: int = 7,
+    seconds: Annotated[float, "of each round"] = 3.0,
+) -> Result:
+    """Start the worker, and measure every number and kind of streams."""
+    if max(streams) > MOST_STREAMS:
+        raise UsageError(f"at most {MOST_STREAMS} streams")
+    with Process("benchmarks.step_overhead", worker_options(llama_15m(scratch), max(streams))) as worker:
+        taken = asyncio.run(in_turns(worker, streams, rounds, seconds))
+    figures = {
+        number: {kind: {name: spread(values) for name, values in each.items()} for kind, each in kinds.items()}
+        for number, kinds in taken.items()
+    }
+    return Result(name="step-overhead", figures=figures, workload={"vocabulary": 32000})
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--serve"]:
+        del sys.argv[1]
+        serve_without_model()
+    else:
+        run(measure, __doc__)

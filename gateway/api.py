@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import cast
 
 from aiohttp import web
@@ -32,7 +33,8 @@ from gateway.access.callers import CALLER, Caller, Callers, client_of
 from gateway.access.http_guard import SLOT, Guard, as_api_error, has_ended, is_gone
 from gateway.answer import answer_schemas as answers
 from gateway.answer.choice_stream import stream_pieces
-from gateway.answer.chunk_encoder import ChunkEncoder, encode, encode_in_pieces
+from gateway.answer.chunk_encoder import encode, encode_in_pieces
+from gateway.answer.chunk_sender import ChunkSender
 from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, WholeChoice, usage_of
 from gateway.api_settings import ApiSettings, version
 from gateway.dashboard.handlers import Dashboard
@@ -224,34 +226,38 @@ class _Api:
             request, job, answer, arrived_s, self._clock(), metrics=self._metrics, target=target, traces=self._traces
         )
         answering = self._stream if job.stream else self._collect
-        async with aclosing(stream_pieces(self._generator, self._tokenizer, job)) as pieces:
-            return await answering(request, life, answer, pieces)
+        return await answering(request, life, answer)
 
-    async def _collect(
-        self, request: web.Request, life: RequestLife, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None]
-    ) -> web.StreamResponse:
+    async def _collect(self, request: web.Request, life: RequestLife, answer: AnswerFormat) -> web.StreamResponse:
         choices = [WholeChoice() for generation in life.job.generations for _ in range(generation.num_choices)]
         caller, num_reports = request[CALLER], 0
         with self._failures_counted(request, life):
-            async for piece in pieces:
-                self._take(piece, life, caller)
-                choices[piece.choice].add(piece)
-                num_reports += len(piece.reports) + len(piece.prompt_reports)
-                if num_reports >= _TURN_REPORTS:
-                    num_reports = 0
-                    await asyncio.sleep(0)
+            async with aclosing(stream_pieces(self._generator, self._tokenizer, life.job)) as pieces:
+                async for piece in pieces:
+                    self._observe(life, caller, piece)
+                    choices[piece.choice].add(piece)
+                    num_reports += len(piece.reports) + len(piece.prompt_reports)
+                    if num_reports >= _TURN_REPORTS:
+                        num_reports = 0
+                        await asyncio.sleep(0)
             life.finished(self._clock())
         whole = answer.whole(choices, _usage(life))
         body = encode(whole) if _is_short(life) else await _encoded(whole)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
-    async def _stream(
-        self, request: web.Request, life: RequestLife, answer: AnswerFormat, pieces: AsyncGenerator[Piece, None]
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, life: RequestLife, answer: AnswerFormat) -> web.StreamResponse:
         events = EventStream(request, self._limits.stall_timeout_s)
+        chunks = ChunkSender(events, life.job, answer, partial(self._observe, life, request[CALLER]))
+        num_reports = 0
         try:
             with self._failures_counted(request, life):
-                await self._send_chunks(events, life, answer, pieces, request[CALLER])
+                async with aclosing(stream_pieces(self._generator, self._tokenizer, life.job, chunks)) as pieces:
+                    async for piece in pieces:
+                        await chunks.send(piece)
+                        num_reports += len(piece.reports) + len(piece.prompt_reports)
+                        if num_reports >= _TURN_REPORTS:
+                            num_reports = 0
+                            await asyncio.sleep(0)
                 life.finished(self._clock())
                 if life.job.include_usage:
                     await events.send(encode(answer.usage_chunk(_usage(life))), more=True)
@@ -263,37 +269,7 @@ class _Api:
             await events.send_error(encode(as_api_error(error).body()))
         return await events.close()
 
-    async def _send_chunks(
-        self,
-        events: EventStream,
-        life: RequestLife,
-        answer: AnswerFormat,
-        pieces: AsyncGenerator[Piece, None],
-        caller: Caller,
-    ) -> None:
-        job = life.job
-        chunks = ChunkEncoder(answer, usage_follows=job.include_usage)
-        begun: set[int] = set()
-        num_reports = 0
-        num_open = sum(generation.num_choices for generation in job.generations)
-        async for piece in pieces:
-            self._take(piece, life, caller)
-            first = piece.choice not in begun
-            begun.add(piece.choice)
-            num_open -= piece.finish_reason is not None
-            if first or piece.told or piece.finish_reason is not None:
-                usage = None
-                if job.continuous_usage:
-                    usage = usage_of(job.num_prompt_tokens, life.num_tokens)
-                await events.send(chunks.encode(piece, first, usage), more=piece.more or not num_open)
-            elif not piece.more:
-                await events.flush()
-            num_reports += len(piece.reports) + len(piece.prompt_reports)
-            if num_reports >= _TURN_REPORTS:
-                num_reports = 0
-                await asyncio.sleep(0)
-
-    def _take(self, piece: Piece, life: RequestLife, caller: Caller) -> None:
+    def _observe(self, life: RequestLife, caller: Caller, piece: Piece) -> None:
         life.observe(piece, self._clock())
         caller.charge(piece.num_tokens)
 

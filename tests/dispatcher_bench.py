@@ -211,6 +211,7 @@ class Bench:
         tier: Tier = Tier.STANDARD,
         admittance: Admittance | None = None,
         prompt_logprobs: int | None = None,
+        shortcut: Callable[[Delta], bool] | None = None,
     ) -> tuple[RequestKey, asyncio.Task[list[Delta]]]:
         """A client asks; its key, and what it is given. What it is told of the prompt comes into `told`."""
 
@@ -234,6 +235,7 @@ class Bench:
             tier=tier,
             admittance=admittance or Admittance(),
             prompt_logprobs=prompt_logprobs,
+            shortcut=shortcut,
         )
         known = set(self.work)
         task = asyncio.create_task(collect())

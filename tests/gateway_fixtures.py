@@ -158,6 +158,10 @@ class ScriptedGenerator:
     gate: asyncio.Event | None = None
     """Wait for it once `num_before` deltas of each choice are out."""
     pause_s: float = 0.0
+    takes_shortcuts: bool = True
+    """Offer deltas that have one token and nothing else to the generation's shortcut, as the dispatcher does."""
+    num_taken: int = 0
+    """Deltas that a shortcut has taken."""
     readiness: Readiness = READY
     generations: list[Generation] = field(default_factory=list)
     num_open: int = 0
@@ -178,7 +182,10 @@ class ScriptedGenerator:
                 await asyncio.sleep(self.pause_s)
                 for delta in deltas:
                     self.num_deltas += 1
-                    yield delta
+                    if self._is_taken(generation, delta):
+                        self.num_taken += 1
+                    else:
+                        yield delta
             assert self.failure is None
             assert not self.hang, "the script was over before it was to hang"
             complete = True
@@ -189,6 +196,10 @@ class ScriptedGenerator:
 
     def ready(self) -> Readiness:
         return self.readiness
+
+    def _is_taken(self, generation: Generation, delta: Delta) -> bool:
+        plain = Delta(delta.choice, delta.token_ids[:1]) == delta
+        return self.takes_shortcuts and plain and generation.shortcut is not None and generation.shortcut(delta)
 
     async def _interrupt(self) -> None:
         if self.failure is not None:

@@ -16,71 +16,66 @@ failed. docs/gpu.md says how to use a machine that is there for half an hour.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
-from benchmarks.gpu import parts, records
+from benchmarks.command import UsageError, call
+from benchmarks.gpu import records
+from benchmarks.gpu.parts import PARTS, compile_, device
 from benchmarks.gpu.runner import LINES, OK, Measurement, run
 from benchmarks.record import RESULTS, ROOT, machine
 
+Part = Literal["check", "kernels", "tune", "engine", "transfer", "stack", "compile", "record"]
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point."""
-    options = parsed(arguments)
+
+def main(
+    parts: tuple[Part, ...],
+    *,
+    out: Annotated[Path, "folder of the results; default benchmarks/results"] = RESULTS,
+    limit: Annotated[float, "seconds for all of them; default 3600"] = 3600.0,
+    only: Annotated[tuple[str, ...], "measurements, as the table names them"] = (),
+    capability: Annotated[int, "of the GPU that `compile` is for; default 90"] = 90,
+) -> None:
+    """Measure the parts, or make records."""
+    if "record" in parts and len(parts) > 1:
+        raise UsageError("record is no part of a run")
+    out = out.resolve()
     with tempfile.TemporaryDirectory() as scratch:
-        plan = planned(options.parts, options.out, Path(scratch), options.capability)
-        if options.parts == ["record"]:
-            records.write(
-                options.out / LINES, planned([*parts.PARTS, "compile"], options.out, Path(scratch), options.capability)
-            )
+        plan = planned(parts, out, Path(scratch), capability)
+        if parts == ("record",):
+            records.write(out / LINES, planned([*PARTS, "compile"], out, Path(scratch), capability))
             return
         needs_gpu = set(plan) - {"compile"}
         if needs_gpu and not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
             sys.exit("error: no NVIDIA GPU: `pytest tests/kernels` tests without one what the kernels compute")
-        first = [parts.device()] if needs_gpu else []
-        measurements = [*first, *(each for part in plan.values() for each in part)]
+        measurements = [*([device()] if needs_gpu else []), *(each for part in plan.values() for each in part)]
         outcomes = run(
-            chosen(measurements, options.only),
-            options.out,
-            options.limit,
-            begin={"command": f"python -m benchmarks.gpu {' '.join(options.parts)}", "machine": machine()},
+            chosen(measurements, only),
+            out,
+            limit,
+            begin={"command": f"python -m benchmarks.gpu {' '.join(parts)}", "machine": machine()},
             state=lambda: records.tree(ROOT),
         )
-    if options.out == RESULTS:
-        records.write(options.out / LINES, plan)
+    if out == RESULTS:
+        records.write(out / LINES, plan)
     if any(each.status != OK for each in outcomes):
         sys.exit(1)
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=[*parts.PARTS, "compile", "record"], metavar="PART")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results; default benchmarks/results")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all of them; default 3600")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="measurements, as the table names them")
-    parser.add_argument("--capability", type=int, default=90, help="of the GPU that `compile` is for; default 90")
-    options = parser.parse_args(arguments)
-    if "record" in options.parts and len(options.parts) > 1:
-        parser.error("record is no part of a run")
-    options.out = options.out.resolve()
-    return options
-
-
 def planned(names: Sequence[str], out: Path, scratch: Path, capability: int) -> dict[str, list[Measurement]]:
     """The measurements of each part."""
-    plan = {name: parts.PARTS[name](out, scratch) for name in names if name in parts.PARTS}
-    return plan | ({"compile": parts.compile_(capability)} if "compile" in names else {})
+    plan = {name: PARTS[name](out, scratch) for name in names if name in PARTS}
+    return plan | ({"compile": compile_(capability)} if "compile" in names else {})
 
 
-def chosen(measurements: Sequence[Measurement], only: Sequence[str] | None) -> list[Measurement]:
+def chosen(measurements: Sequence[Measurement], only: Sequence[str]) -> list[Measurement]:
     """The measurements of these names, and that of the device, which the others are compared with. All without
     names."""
-    if only is None:
+    if not only:
         return list(measurements)
     names = {each.name for each in measurements}
     if unknown := set(only) - names:
@@ -89,4 +84,4 @@ def chosen(measurements: Sequence[Measurement], only: Sequence[str] | None) -> l
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)

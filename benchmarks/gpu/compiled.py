@@ -112,14 +112,8 @@ def binaries(capability: int) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
         if case.product is not None:
             shape = {"dtype": case.dtype, "product": str(case.product)}
-        of = f"d {case.head_dim:3}" if case.product is None else str(case.product)
         for each in made:
-            text = (
-                f"{each.kernel:18} {case.dtype:8} {of}: {each.registers:3} registers, stack "
-                f"{each.stack_bytes:3} B, shared {each.shared_bytes / 1024:5.1f} KiB, {each.num_warps:2} warps, "
-                f"{each.programs} at a time, {each.products}"
-            )
-            yield {"kind": "binary", **shape, **asdict(each), "text": text}
+            yield {"kind": "binary", **shape, **asdict(each)}
 
 
 def default_cases(capability: int) -> Iterator[Case]:

@@ -113,11 +113,9 @@ def decode_row(
     step_s = decoded_s(runner, batch, context, STEPS) / STEPS
     kv_bytes = batch * context * runner.layout.block_bytes // BLOCK
     floor_s = (num_weight_bytes + kv_bytes) / copy_rate
-    over_floor = step_s / floor_s
     return {
         "kind": "decode", "model": model, "weight_bytes": num_weight_bytes, "batch": batch, "context": context,
-        "step_ms": 1e3 * step_s, "floor_ms": 1e3 * floor_s, "over_floor": over_floor,
-        "text": f"{model} decode {batch:4} x {context}: {1e3 * step_s:.2f} ms, {over_floor:.2f} times its floor",
+        "step_ms": 1e3 * step_s, "floor_ms": 1e3 * floor_s, "over_floor": step_s / floor_s,
     }  # fmt: skip
 
 
@@ -162,11 +160,9 @@ def profile_row(model: str, runner: ModelRunner, batch: int) -> dict[str, Any]:
     ]
     kernels.sort(key=lambda kernel: -kernel["us"])
     busy_us = sum(kernel["us"] for kernel in kernels)
-    longest = ", ".join(f"{kernel['name'][:40]} {kernel['us']:.0f}" for kernel in kernels[:5])
     return {
         "kind": "profile", "model": model, "batch": batch, "context": PROFILED_CONTEXT, "busy_us": busy_us,
         "kernels": kernels[:40],
-        "text": f"{model} step of {batch} x {PROFILED_CONTEXT}: {busy_us:.0f} us in kernels: {longest}",
     }  # fmt: skip
 
 
@@ -191,8 +187,7 @@ def prefill_row(
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2
     operations = 2 * in_layers * tokens + attention
     seconds = min(taken)
-    share = operations / seconds / matmul_rate
     return {
         "kind": "prefill", "model": model, "weight_bytes": num_weight_bytes, "tokens": tokens, "s": seconds,
-        "of_matmul": share, "text": f"{model} prefill {tokens}: {seconds:.3f} s, {share:.2f} of the product's rate",
+        "of_matmul": operations / seconds / matmul_rate,
     }  # fmt: skip

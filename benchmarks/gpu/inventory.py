@@ -11,11 +11,10 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT
+from benchmarks.record import ROOT, versions
 
 PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "nixl", "nixl-cu13"),
@@ -29,10 +28,10 @@ _MOST_CHARS = 6000
 
 def inventory() -> Iterator[dict[str, Any]]:
     """Packages, tools, the topology, and the sizes of the GPU's memories."""
-    versions = {name: installed(name) for name in PACKAGES}
-    absent = [name for name, found in versions.items() if not found]
+    found = versions(PACKAGES)
+    absent = [name for name in found if not found[name]]
     text = f"python {platform.python_version()}, absent: {', '.join(absent) or 'nothing'}"
-    yield {"kind": "packages", "versions": versions, "text": text}
+    yield {"kind": "packages", "versions": found, "text": text}
     tools = {name: tool(name) for name in TOOLS}
     yield {"kind": "tools", "paths": tools, "text": "tools: " + ", ".join(name for name in tools if tools[name])}
     for options in (["-L"], ["topo", "-m"]):
@@ -40,14 +39,6 @@ def inventory() -> Iterator[dict[str, Any]]:
         yield {"kind": f"nvidia-smi {' '.join(options)}", "output": output, "text": output}
     sizes = memory_mib(said(["nvidia-smi", "-q", "-d", "MEMORY"]))
     yield {"kind": "memory", "mib": sizes, "text": f"memory, MiB: {sizes}"}
-
-
-def installed(package: str) -> str:
-    """The version of a package; empty if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def tool(name: str) -> str:

@@ -171,11 +171,6 @@ def decode_shape(batch: int, length: int, copy_rate: float) -> dict[str, Any]:
         **peers(*gathered(batch, 1, length, heads)),
     }
     entry["over_fa3_fit"] = us / entry["fa3_fit_us"]
-    entry["text"] = (
-        f"decode {batch:4} x {length:6}: {us:8.1f} us, {longest_us:8.1f} in a grid for {LONGEST} "
-        f"(and {entry['runs_us']:.1f} once a step), "
-        f"{entry['of_copy_rate']:.2f} of the copy rate, {entry['over_fa3_fit']:.2f} of FA3's fit, {told(entry)}"
-    )
     return entry
 
 
@@ -188,12 +183,9 @@ def decode_ragged(copy_rate: float) -> dict[str, Any]:
     us, longest_us = (
         graph_us(decode_calls(scene, scene.decode_tiling(max_seq_len), max_seq_len)) for max_seq_len in (long, LONGEST)
     )
-    share = num_bytes / (1e-6 * us) / copy_rate
     return {
         "kind": "decode_ragged", "long": long, "short": short, "num_short": num_short,
-        "us": us, "longest_us": longest_us, "of_copy_rate": share,
-        "text": f"decode {num_short} x {short} and {long}: {us:8.1f} us, {longest_us:.1f} in a grid for {LONGEST}, "
-        f"{share:.2f} of the copy rate",
+        "us": us, "longest_us": longest_us, "of_copy_rate": num_bytes / (1e-6 * us) / copy_rate,
     }  # fmt: skip
 
 
@@ -234,23 +226,16 @@ def timed(name: str, calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
         return {f"{name}_us": None, f"{name}_error": str(error)[:300]}
 
 
-def told(entry: dict[str, Any]) -> str:
-    """Text with the peers' microseconds in a row."""
-    return ", ".join(f"{name} {entry[f'{name}_us'] or float('nan'):.0f}" for name in ("sdpa", "cudnn"))
-
-
 def prefill_chunk(chunk: int, context: int) -> dict[str, Any]:
     """A row of `prefill`."""
     heads = LLAMA_8B
     scene = Scene(1, context, chunk, 1)
     flops = 4 * heads.num * heads.dim * (chunk * context - chunk * (chunk - 1) / 2)
     us = graph_us([prefill_call(scene, scene.prefill_tiling())])
-    entry: dict[str, Any] = {
+    return {
         "kind": "prefill_attention", "chunk": chunk, "context": context, "us": us,
         "tflops": 1e-12 * flops / (1e-6 * us), **peers(*gathered(1, chunk, context, heads)),
     }  # fmt: skip
-    entry["text"] = f"prefill {chunk:4} of {context:6}: {us:8.1f} us, {entry['tflops']:.0f} TFLOP/s, {told(entry)} us"
-    return entry
 
 
 def prefill_call(scene: Scene, tiling: PrefillTiling) -> Callable[[], object]:
@@ -294,8 +279,7 @@ def small_kernels(tokens: int, copy_rate: float) -> Iterator[dict[str, Any]]:
     }
     for name, (num_bytes, call) in calls.items():
         us, floor_us = graph_us([call] * 20), 1e6 * num_bytes / copy_rate
-        text = f"{name:17} {tokens:5} tokens: {us:7.1f} us, bytes alone {floor_us:.1f}"
-        yield {"kind": "layer", "kernel": name, "tokens": tokens, "us": us, "floor_us": floor_us, "text": text}
+        yield {"kind": "layer", "kernel": name, "tokens": tokens, "us": us, "floor_us": floor_us}
 
 
 def sampling(batch: int, vocabulary: int = 128256) -> dict[str, Any]:
@@ -313,6 +297,4 @@ def sampling(batch: int, vocabulary: int = 128256) -> dict[str, Any]:
     entry["top_k_top_p_us"] = graph_us(
         [lambda: sampler.draw(logits, values, ones, no_k + 50, 0.9 * ones, zeros, number, hiding=True)]
     )
-    times = ", ".join(f"{name} {us:.0f}" for name, us in entry.items() if name.endswith("_us"))
-    entry["text"] = f"sampler {batch:4} rows: {times}"
     return entry

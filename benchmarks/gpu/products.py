@@ -146,9 +146,8 @@ def product_row(model: str, product: Product, rows: int, copy_rate: float) -> di
     tiling = SkinnyTiling.untuned(product.num_columns, processors)
     error = scene.error(tiling)
     us, torch_us = graph_us(scene.kernel_calls(tiling)), graph_us(scene.torch_calls())
-    floor_us = 1e6 * product.num_bytes / copy_rate
     return {
         "kind": "product", "model": model, "product": product.kind, "outputs": product.outputs,
-        "inputs": product.inputs, "rows": rows, "us": us, "torch_us": torch_us, "floor_us": floor_us, "error": error,
-        "text": f"{model} {product}, {rows:2} rows: {us:7.1f} us, torch {torch_us:.1f}, bytes alone {floor_us:.1f}",
+        "inputs": product.inputs, "rows": rows, "us": us, "torch_us": torch_us,
+        "floor_us": 1e6 * product.num_bytes / copy_rate, "error": error,
     }  # fmt: skip

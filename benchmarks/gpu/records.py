@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,10 +112,7 @@ def record_of(
         command += f" --capability {rows[0]['capability']}"
     return {
         "command": command,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=record.ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip(),
-        "product": record.product_digest(),
+        **record.tree(),
         "recorded_at": last.end["at"],
         "machine": last.begin["machine"],
         "workload": workload,

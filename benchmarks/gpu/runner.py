@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
+from benchmarks.command import line_of
 from benchmarks.record import ROOT
 
 LINES, LOG = "gpu.jsonl", "gpu.log"
@@ -211,10 +212,9 @@ class _Rows:
             self._lines.add("garbage", **names, text=self.garbage)
             return
         self.num += 1
-        self.last = str(row.get("text", ""))
+        self.last = str(row.get("text", "")) or line_of(str(row.get("kind", "")), row)
         self._lines.add("row", **names, row=row)
-        if self.last:
-            self._show(self.last)
+        self._show(self.last)
 
 
 def _start(measurement: Measurement, log: IO[bytes], mark: str) -> subprocess.Popen[bytes]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,8 +46,7 @@ def run(system: str, scratch: str) -> Iterator[dict[str, Any]]:
         for number in range(ROUNDS):
             output = Path(scratch) / "run.json"
             figures = load(url, seed=number, warmup=0 if number else WARMUP, output=output, timeout_s=LOAD_S)
-            text = f"{system:16} {figures['output_tokens_per_s']:8.0f} tok/s, {figures['failed']} failed"
-            yield {"kind": "run", "system": system, "round": number, **figures, "text": text}
+            yield {"kind": "run", "system": system, "round": number, **figures}
 
 
 def made(folder: Path, shape: Any) -> Path:
@@ -99,17 +97,11 @@ def serving(system: str, folder: Path, scratch: Path) -> Iterator[str]:
 def started(command: list[str], env: dict[str, str], url: str, log: Path, patience_s: float) -> Iterator[None]:
     """Start a process and wait until it answers at `url`. Its output is printed at the end.
 
-    Raises `PeerError`, with the end of the output, if the process ends early. It is killed if it does not answer within
-    `patience_s` seconds.
+    Raises `PeerError`, with the end of the output, if the process ends or does not answer within `patience_s` seconds.
     """
     try:
         with running(command, env, log) as process:
-            killer = threading.Timer(patience_s, process.kill)
-            killer.start()
-            try:
-                wait_until_it_answers(process, url, log)
-            finally:
-                killer.cancel()
+            wait_until_it_answers(process, url, log, patience_s)
             yield
     finally:
         print(log.read_text(errors="replace"), flush=True)

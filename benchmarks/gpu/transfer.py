@@ -138,15 +138,7 @@ def write_blocks(
 def entry(kind: str, block_bytes: int, num: int, seconds: float) -> dict[str, Any]:
     """A row."""
     rate = 1e-9 * num * block_bytes / seconds
-    text = f"{kind:6} {num:4} x {block_bytes >> 20} MiB: {1e6 * seconds:8.0f} us, {rate:.1f} GB/s"
-    return {
-        "kind": kind,
-        "block_bytes": block_bytes,
-        "blocks": num,
-        "us": 1e6 * seconds,
-        "gb_per_s": rate,
-        "text": text,
-    }
+    return {"kind": kind, "block_bytes": block_bytes, "blocks": num, "us": 1e6 * seconds, "gb_per_s": rate}
 
 
 def check(memory: torch.Tensor, block_bytes: int, order: list[int], num: int) -> None:

@@ -7,10 +7,8 @@ import math
 import os
 import platform
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from benchmarks.load.record import Record
 from benchmarks.load.runner import Recording
 from benchmarks.load.settings import LoadSettings
 from benchmarks.load.summary import Targets, summarize
+from benchmarks.record import cpuinfo, git, versions
 from common.contract.errors import OperatorError
 
 FORMAT = "baton-bench/1"
@@ -65,7 +64,8 @@ def targets_of(settings: LoadSettings) -> Targets:
 
 def heading(kind: str, settings: LoadSettings, endpoint: Endpoint, argv: Sequence[str], started: str) -> dict[str, Any]:
     """The content of a file besides figures. `started` is wall time, ISO 8601."""
-    machine = {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()}
+    processor = cpuinfo("model name") or platform.processor()
+    machine = {"cpu": processor, "cores": os.cpu_count(), "system": platform.platform()}
     return {
         "format": FORMAT,
         "kind": kind,
@@ -74,7 +74,7 @@ def heading(kind: str, settings: LoadSettings, endpoint: Endpoint, argv: Sequenc
         "settings": _plain(settings),
         "endpoint": endpoint.as_json(),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions(_PACKAGES)},
         "machine": machine | {"client_cores": sorted(os.sched_getaffinity(0))},
     }
 
@@ -146,33 +146,6 @@ def _without_secret(argv: Sequence[str]) -> list[str]:
 
 def _commit() -> str | None:
     """The commit of the checkout that contains this file; None if there is no checkout."""
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!:/benchmarks/results")
-        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    commit = git("rev-parse", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!:/benchmarks/results")
+    return commit + ("+changes" if changed else "") if commit else None

@@ -123,47 +123,34 @@ class LoadRunner:
             await self._client.send(body, exchange)
         finally:
             self._room.leave(exchange.ended_s)
-            self._keep(
-                Record(
-                    index=index,
-                    turn=number,
-                    planned_s=planned_s,
-                    due_s=due_s,
-                    sent_s=exchange.sent_s,
-                    chunk_s=tuple(exchange.chunk_s),
-                    last_s=exchange.last_s,
-                    ended_s=exchange.ended_s,
-                    input_tokens=turn.input_tokens,
-                    output_tokens=turn.output_tokens,
-                    prompt_tokens=exchange.usage.prompt_tokens if exchange.usage else None,
-                    completion_tokens=exchange.usage.completion_tokens if exchange.usage else None,
-                    outcome=exchange.outcome or Outcome.INTERRUPTED,
-                    status=exchange.status,
-                    detail=exchange.detail,
-                )
-            )
+            self._keep(index, number, turn, planned_s, due_s, exchange)
         return exchange
 
     def _abandon(self, index: int, number: int, turn: PlannedTurn, planned_s: float) -> None:
+        never = Exchange()
+        never.sent_s = never.ended_s = planned_s
+        never.fail(Outcome.ABANDONED, "an earlier turn failed")
+        self._keep(index, number, turn, planned_s, planned_s, never)
+
+    def _keep(
+        self, index: int, number: int, turn: PlannedTurn, planned_s: float, due_s: float, exchange: Exchange
+    ) -> None:
         record = Record(
             index=index,
             turn=number,
             planned_s=planned_s,
-            due_s=planned_s,
-            sent_s=planned_s,
-            chunk_s=(),
-            last_s=None,
-            ended_s=planned_s,
+            due_s=due_s,
+            sent_s=exchange.sent_s,
+            chunk_s=tuple(exchange.chunk_s),
+            last_s=exchange.last_s,
+            ended_s=exchange.ended_s,
             input_tokens=turn.input_tokens,
             output_tokens=turn.output_tokens,
-            prompt_tokens=None,
-            completion_tokens=None,
-            outcome=Outcome.ABANDONED,
-            status=None,
-            detail="an earlier turn failed",
+            prompt_tokens=exchange.usage.prompt_tokens if exchange.usage else None,
+            completion_tokens=exchange.usage.completion_tokens if exchange.usage else None,
+            outcome=exchange.outcome or Outcome.INTERRUPTED,
+            status=exchange.status,
+            detail=exchange.detail,
         )
-        self._keep(record)
-
-    def _keep(self, record: Record) -> None:
         self._recording.records.append(record)
         self._on_record(record)

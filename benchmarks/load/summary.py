@@ -72,8 +72,9 @@ def gaps_s(record: Record) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(record.chunk_s)]
 
 
-def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The percentile of at least one value, in ascending order; computed exactly, then rounded once."""
+def percentile(values: Iterable[float], percent: int) -> float:
+    """The percentile of at least one value; computed exactly, then rounded once."""
+    ordered = sorted(values)
     index, part = divmod(percent * (len(ordered) - 1), 100)
     if part == 0:
         return ordered[index]

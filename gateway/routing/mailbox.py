@@ -26,6 +26,11 @@ class Mailbox(Generic[Item]):
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether the reader has read every item, and waits."""
+        return self._reader is not None and not self._reader.done()
+
     async def get(self) -> Item:
         """Wait for the next item and remove it."""
         if not self._items:

@@ -60,6 +60,9 @@ class Generation:
     """Shared with the request's other prompts."""
     waterfall: Waterfall = field(default_factory=Waterfall, compare=False, repr=False)
     """Account of the generation's time, filled by the dispatcher."""
+    shortcut: Callable[[Delta], bool] | None = field(default=None, compare=False, repr=False)
+    """Takes a delta while the generator's reader waits, which saves to wake it; False: the delta is to be yielded. It
+    does not raise."""
 
 
 @dataclass(slots=True)

@@ -34,6 +34,8 @@ class EventStream:
         self._response: web.StreamResponse | None = None
         self._held = b""
         """Events held back until the next one."""
+        self._chunked = False
+        """Whether the response's head is sent, and its body is sent in chunks (RFC 9112, 7.1)."""
 
     @property
     def started(self) -> bool:
@@ -47,6 +49,19 @@ class EventStream:
         Raises `ConnectionError` if the client is gone, or reads nothing.
         """
         await self._write(b"data: " + data + b"\n\n", more=more)
+
+    @property
+    def flows(self) -> bool:
+        """Whether an event can be sent at once: the client has read all before it."""
+        transport = self._request.transport
+        if not self._chunked or self._held or transport is None:
+            return False
+        return transport.get_write_buffer_size() < _SURE_BYTES and not transport.is_closing()
+
+    def send_now(self, data: bytes) -> None:
+        """Send an event, without the coroutines of `send`; the stream must flow. `data` must not contain a line end."""
+        assert self._request.transport is not None
+        self._request.transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
 
     async def flush(self) -> None:
         """Send held events. Raises as `send` does."""
@@ -81,8 +96,9 @@ class EventStream:
         transport = self._request.transport
         if transport is not None and not transport.get_write_buffer_size() and len(event) <= _SURE_BYTES:
             await response.write(event)  # accepted at once, so no timer is needed
-            return
-        await self._until_stalled(response.write(event))
+        else:
+            await self._until_stalled(response.write(event))
+        self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
 
     async def _until_stalled(self, written: Awaitable[None]) -> None:
         """Wait for a write. Disconnect a client that reads nothing for `stall_timeout_s`, and raise

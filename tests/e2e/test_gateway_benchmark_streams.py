@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -13,14 +13,13 @@ from benchmarks.gateway import Streams
 from benchmarks.pinned_processes import Through, model_folder, through_forwarder, through_gateway, tokens_with_text
 from benchmarks.scripted_batch import Script
 
-BOTH = [through_gateway, through_forwarder]
-OPTIONS = argparse.Namespace(core=None, gateway_options="--log-level warning")
+BOTH: list[Through] = [partial(through_gateway, options=["--log-level", "warning"]), through_forwarder]
 
 
 @pytest.mark.parametrize("through", BOTH)
 async def test_every_token_is_an_event(tmp_path: Path, through: Through) -> None:
     folder = model_folder(tmp_path)
-    async with through(folder, 2, Script(tokens_with_text(folder)), OPTIONS) as (pool, process, port):
+    async with through(folder, 2, Script(tokens_with_text(folder))) as (pool, process, port):
         streams = await Streams.open(pool, process, port, 5, seed=0)
         figures, taken = await streams.added(0.02, 1.0)
         assert len(taken) > 5
@@ -56,7 +55,7 @@ async def test_the_forwarder_s_events_are_those_of_the_gateway(tmp_path: Path) -
     found = []
     for through in BOTH:
         script = Script(tokens_with_text(folder), interval_s=0.005)
-        async with through(folder, 1, script, OPTIONS) as (_, _, port):
+        async with through(folder, 1, script) as (_, _, port):
             found.append([split(event) for event in await events(port, 50)])
     texts = ["".join(text for text, _ in each) for each in found]
     assert min(map(len, texts)) >= 50

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from benchmarks.models import llama_15m
 from benchmarks.process import Process
-from benchmarks.step_overhead import KINDS, measure, worker_options
+from benchmarks.step_overhead import KINDS, in_turns, worker_options
 
 
 async def test_every_part_of_a_step_is_timed(tmp_path: Path) -> None:
-    worker = Process("benchmarks.step_overhead", worker_options(llama_15m(tmp_path), 3))
-    try:
-        worker.start()
-        taken = await measure(worker, argparse.Namespace(streams=[2, 3], rounds=1, seconds=1.0))
-    finally:
-        worker.close()
+    with Process("benchmarks.step_overhead", worker_options(llama_15m(tmp_path), 3)) as worker:
+        taken = await in_turns(worker, [2, 3], rounds=1, seconds=1.0)
     assert taken.keys() == {"2", "3"}
     for kinds in taken.values():
         assert kinds.keys() == KINDS.keys()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import agreement, modes, versus
+from benchmarks import modes, versus
 from benchmarks.driver import Arrival
-from benchmarks.figures import compared, cpu_seconds, quantile, spread
+from benchmarks.figures import compared, cpu_seconds, spread
 from benchmarks.interference import gaps_around, summary_ms
 from benchmarks.load_run import load_figures
 from benchmarks.steady import resident_mib
@@ -25,13 +25,8 @@ from benchmarks.steady import resident_mib
 def test_a_spread_of_known_values() -> None:
     values = [float(value) for value in range(1, 21)]
     random.Random(0).shuffle(values)
-    assert spread(values) == {"min": 1.0, "p50": 10.5, "p90": 19.0, "max": 20.0, "n": 20}
+    assert spread(values) == {"min": 1.0, "p50": 10.5, "p90": 18.1, "max": 20.0, "n": 20}
     assert spread([7.0]) == {"min": 7.0, "p50": 7.0, "p90": 7.0, "max": 7.0, "n": 1}
-
-
-def test_a_quantile_is_the_larger_one_of_two_values() -> None:
-    assert [quantile([4, 1, 3, 2], share) for share in (0, 0.25, 0.5, 0.99, 1)] == [1, 2, 3, 4, 4]
-    assert [quantile(range(1, num + 1), 0.99) for num in (1, 99, 100, 101, 200, 300)] == [1, 99, 100, 100, 199, 298]
 
 
 def test_systems_in_turns_are_compared_by_the_ratios_of_their_rounds() -> None:
@@ -54,7 +49,7 @@ def test_processor_time_is_that_of_all_threads() -> None:
 
 def test_seconds_are_told_in_milliseconds() -> None:
     values = [number / 4 for number in range(200, 0, -1)]
-    assert summary_ms(values) == {"p50_ms": 25250.0, "p99_ms": 49750.0, "max_ms": 50000.0, "n": 200}
+    assert summary_ms(values) == {"p50_ms": 25125.0, "p99_ms": 49502.5, "max_ms": 50000.0, "n": 200}
 
 
 # --- streams beside a long prompt ------------------------------------------------------------------------------------
@@ -87,9 +82,9 @@ def test_what_users_see_of_a_mode() -> None:
     found = modes.summary(arrivals, outcomes)
     assert found == {
         "ttft_mean_s": 1.5,
-        "ttft_p99_s": 3.0,
+        "ttft_p99_s": 2.96,
         "itl_p50_ms": 500.0,
-        "itl_p99_ms": 7000.0,
+        "itl_p99_ms": 6870.0,
         "latency_mean_s": pytest.approx((8.0 + 1.25 + 3.0) / 3),
         "tokens_per_s": 6 / 10.0,
     }
@@ -148,12 +143,6 @@ def test_every_concurrency_and_every_pair_of_systems_is_by_itself() -> None:
         ("baton colocated", 32, 4.0),
     ]
     assert found[1]["output_tokens_per_s"]["ours"] == 192.0
-
-
-def test_clients_are_compared_round_by_round() -> None:
-    rounds = [(10.0, 20.0), (90.0, 100.0), (30.0, 10.0)]
-    found = agreement.summary([{"ours": {"ttft": ours}, "theirs": {"ttft": theirs}} for ours, theirs in rounds])
-    assert found == {"ttft": {"ours": 30.0, "theirs": 20.0, "ratio": 0.9, "ratio_min": 0.5, "ratio_max": 3.0}}
 
 
 def test_of_a_run_of_the_load_comparisons_keep_who_failed() -> None:

@@ -375,7 +375,7 @@ def test_gates(kernels: Kernels, size: int) -> None:
     assert kernels.silu_mul(torch.tensor([[-1e38, 1.0]])).item() == pytest.approx(0.0, abs=1e-30)
 
 
-@pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 64, 100, 1000])
+@pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 64, 100, 512, 543, 544, 1000, 2100])
 def test_the_best_of_a_row(kernels: Kernels, size: int) -> None:
     torch.manual_seed(size)
     few = torch.randint(-3, 3, (40, size)).float()  # many are equal
@@ -385,7 +385,12 @@ def test_the_best_of_a_row(kernels: Kernels, size: int) -> None:
         assert indices.tolist() == [row.index(max(row)) for row in x.tolist()]
     spoiled = torch.randn(size, size)
     spoiled.fill_diagonal_(float("nan"))
-    assert bool(kernels.best(spoiled)[0].isnan().all())
+    values, indices = kernels.best(spoiled)
+    assert bool(values.isnan().all())
+    assert indices.tolist() == list(range(size))
+    infinite = torch.full((1, size), torch.inf)
+    infinite[0, size // 2 :] = -torch.inf  # their sum is not a number either
+    assert kernels.best(infinite)[0].item() == infinite.max().item()
 
 
 def ask(**params: Any) -> Sample:

@@ -61,14 +61,17 @@ async def test_a_stream_is_cut_while_it_is_written(num_prompts: int) -> None:
         assert generator.num_deltas < 200 * num_prompts
 
 
-async def test_a_client_that_reads_nothing_is_disconnected() -> None:
+@pytest.mark.parametrize("tokens_per_delta", [1, 500])
+async def test_a_client_that_reads_nothing_is_disconnected(tokens_per_delta: int) -> None:
+    """Single tokens are written at once while little waits to be read; then their stream waits for the client, too."""
+
     class Endless(ScriptedGenerator):
         def _rounds(self, generation: Any) -> Any:
             (delta,) = super()._rounds(generation)[0]
             while True:
                 yield [delta]
 
-    generator = Endless(token_ids=[5, 6] * 500, tokens_per_delta=500)
+    generator = Endless(token_ids=[5, 6] * 500, tokens_per_delta=tokens_per_delta)
     limits = settings(stall_timeout_s=0.3, max_sequence_tokens=100_000)
     async with serve(generator, limits, send_buffer_bytes=4096) as server:
         host, port = server.url.removeprefix("http://").split(":")
@@ -83,6 +86,7 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
                 await generator.closed_early.wait()
         while not counted(server, 'requests_failed_total{cause="cancelled"} 1.0'):
             await asyncio.sleep(0.005)
+    assert (generator.num_taken > 0) == (tokens_per_delta == 1)
 
 
 async def test_the_server_goes_on_after_a_disconnect() -> None:

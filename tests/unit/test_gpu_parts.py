@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.command import call
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import inventory, parts, products, tune
 from benchmarks.gpu.engine import SHAPES
@@ -99,32 +100,38 @@ def test_ucx_is_told_where_its_modules_are() -> None:
         assert list(Path(told["UCX_MODULE_DIR"]).glob("libuct_cuda*"))
 
 
+def asked(arguments: list[str]) -> dict[str, Any]:
+    """The options of a command line."""
+    options: dict[str, Any] = call(lambda **options: options, None, arguments, options_of=command.main)
+    return options
+
+
 def test_the_command_line_names_parts_and_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = command.parsed(["check", "kernels", "--out", str(tmp_path), "--limit", "480"])
-    assert (options.parts, options.out, options.limit) == (["check", "kernels"], tmp_path, 480.0)
+    options = asked(["check", "kernels", "--out", str(tmp_path), "--limit", "480"])
+    assert (options["parts"], options["out"], options["limit"]) == (("check", "kernels"), tmp_path, 480.0)
     names = [each.name for each in command.chosen(everything(), ["kernels prefill"])]
     assert names == ["device", "kernels prefill"]
     with pytest.raises(SystemExit, match="no measurement x"):
         command.chosen(everything(), ["x"])
     with pytest.raises(SystemExit):
-        command.parsed(["nothing"])
+        call(command.main, None, ["nothing"])
     with pytest.raises(SystemExit):
-        command.parsed(["record", "check"])
+        call(command.main, None, ["record", "check"])
     capsys.readouterr()
 
 
 def test_the_runs_of_the_page_are_commands_of_at_most_eight_minutes() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text()
     runs = re.findall(r"^python3? -m benchmarks\.gpu (.*)$", page, re.MULTILINE)
-    measured = [command.parsed(words.replace('"$OUT"', "/out").split()) for words in runs]
-    measured = [each for each in measured if each.parts != ["record"]]
-    assert [each.parts for each in measured] == [
-        ["check", "kernels"],
-        ["tune", "kernels"],
-        ["engine"],
-        ["transfer", "stack"],
+    measured = [asked(words.replace('"$OUT"', "/out").split()) for words in runs]
+    measured = [each for each in measured if each["parts"] != ("record",)]
+    assert [each["parts"] for each in measured] == [
+        ("check", "kernels"),
+        ("tune", "kernels"),
+        ("engine",),
+        ("transfer", "stack"),
     ]
-    assert all(each.limit <= 480 for each in measured)
+    assert all(each["limit"] <= 480 for each in measured)
 
 
 # --- tuning ----------------------------------------------------------------------------------------------------------

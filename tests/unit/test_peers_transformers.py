@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
 import pytest
 import torch
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from benchmarks.models import llama_15m
-from benchmarks.peers.batching import Departure
-from benchmarks.peers.transformers_server import MODES, application
+from benchmarks.peers.batching import BatchAfterBatch
+from benchmarks.peers.transformers_server import Mode, application
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [100, 200, 300], list(range(20, 60))]
 LENGTHS = [12, 3, 8]
 
 
-def test_a_static_batch_waits_for_quiet_a_windowed_one_for_its_first() -> None:
-    static = Departure(batch_size=3, patience_s=2.0, after_last=True)
-    windowed = Departure(batch_size=3, patience_s=2.0, after_last=False)
-    assert static.leaves_at([]) == windowed.leaves_at([]) == math.inf
-    assert static.leaves_at([10.0, 11.5]) == 13.5
-    assert windowed.leaves_at([10.0, 11.5]) == 12.0
-    assert static.leaves_at([1.0, 2.0, 3.0]) == windowed.leaves_at([1.0, 2.0, 3.0]) == -math.inf
+def test_a_static_batch_waits_until_it_is_full_or_for_quiet() -> None:
+    engine = BatchAfterBatch(None, 3, 2.0)
+    assert engine.leaves_at([]) == math.inf
+    assert engine.leaves_at([10.0, 11.5]) == 13.5
+    assert engine.leaves_at([1.0, 2.0, 3.0]) == -math.inf
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +52,9 @@ def expected(folder: Path) -> list[list[int]]:
     return outputs
 
 
-def options(folder: Path, mode: str) -> argparse.Namespace:
-    return argparse.Namespace(
-        model=folder,
-        mode=mode,
-        batch=2,
-        window_ms=20,
-        flush_ms=50,
-        kv_tokens=4096,
-        batch_tokens=64,
-        dtype="float32",
-        device="cpu",
-        threads=1,
+def serving(folder: Path, mode: Mode) -> web.Application:
+    return application(
+        model=folder, mode=mode, batch=2, flush_ms=50, kv_tokens=4096, batch_tokens=64, dtype="float32", threads=1
     )
 
 
@@ -85,10 +74,10 @@ async def complete(session: aiohttp.ClientSession, url: str, prompt: list[int], 
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-@pytest.mark.parametrize("mode", MODES)
-async def test_every_mode_streams_what_generate_gives(folder: Path, expected: list[list[int]], mode: str) -> None:
+@pytest.mark.parametrize("mode", get_args(Mode))
+async def test_every_mode_streams_what_generate_gives(folder: Path, expected: list[list[int]], mode: Mode) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    async with TestServer(await application(options(folder, mode))) as server, aiohttp.ClientSession() as session:
+    async with TestServer(serving(folder, mode)) as server, aiohttp.ClientSession() as session:
         url = str(server.make_url("/v1/completions"))
         work = (complete(session, url, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True))
         streams = await asyncio.gather(*work)
@@ -102,15 +91,18 @@ async def test_every_mode_streams_what_generate_gives(folder: Path, expected: li
 
 
 async def test_what_it_cannot_do_is_refused(folder: Path) -> None:
-    async with TestServer(await application(options(folder, "static"))) as server, aiohttp.ClientSession() as session:
+    async with TestServer(serving(folder, "static")) as server, aiohttp.ClientSession() as session:
         url = str(server.make_url("/v1/completions"))
         wrongs: list[dict[str, Any]] = [
             {"temperature": 1},
             {"n": 2},
             {"prompt": [[1], [2]]},
             {"prompt": []},
+            {"stream": False},
             {"max_tokens": 5000},
         ]
         for wrong in wrongs:
-            async with session.post(url, json={"prompt": [1, 2], "max_tokens": 2, **wrong}) as answer:
+            async with session.post(
+                url, json={"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True, "stream": True, **wrong}
+            ) as answer:
                 assert answer.status == 400, wrong

@@ -113,24 +113,6 @@ def test_overload_adds_counts_up_and_tells_the_worst_of_what_is_promised() -> No
     ]
 
 
-def test_routing_shows_the_rounds_ratios_and_which_were_lost() -> None:
-    names = ("ttft_mean_ms", "ttft_p99_ms", "tokens_computed")
-    runs = [
-        {"workload": workload, "routing": routing} | dict.fromkeys(names, figure)
-        for workload, ours, theirs in (
-            ("multi-turn", (10.0, 90.0, 30.0), (20.0, 100.0, 10.0)),
-            ("unshared", (5000.0,), (10000.0,)),
-        )
-        for routing, figures in (("round_robin", theirs), ("expected", ours))
-        for figure in figures
-    ]
-    first, second = result_tables.routing({"figures": {"runs": runs}}).splitlines()[2:]
-    assert first == "| multi-turn |" + " 30 / 20 (**0.90**; 0.50 to 3.00) |" * 3 + " 1 of 3 |"
-    time, tokens = "5000 / 10000", "5,000 / 10,000"
-    ratio = "(**0.50**; 0.50 to 0.50)"
-    assert second == f"| unshared | {time} {ratio} | {time} {ratio} | {tokens} {ratio} | 0 of 1 |"
-
-
 def test_of_the_autoscaler_s_runs_the_worst_counts() -> None:
     def run(asked_s: float, met_s: float, most: int, last: int, turns: int, p90_s: float, refused: int) -> Run:
         return {
@@ -146,15 +128,6 @@ def test_of_the_autoscaler_s_runs_the_worst_counts() -> None:
     runs = [run(105.0, 90.0, 5, 4, 1, 0.25, 7), run(45.0, 150.0, 6, 5, 0, 0.75, 3)]
     table = result_tables.autoscale({"figures": {"rules": runs}})
     assert table.splitlines()[2:] == ["| rules | 105 s | 150 s | 6 | 4, 5 | 1, 0 | 0.75 s | 7 |"]
-
-
-def test_clients_differ_by_the_ratio_of_their_rounds() -> None:
-    ratios = {
-        "ttft_mean_ms": {"ours": 67.714, "theirs": 69.0, "ratio": 1.031},
-        "requests_per_s": {"ours": 14.0, "theirs": 13.0, "ratio": 0.75},
-    }
-    rows = result_tables.agreement({"figures": {"ratios": ratios}}).splitlines()[2:]
-    assert rows == ["| ttft mean ms | 67.71 | 69 | +3.1 % |", "| requests per s | 14 | 13 | -25.0 % |"]
 
 
 def test_requests_that_failed_beside_vllm_are_told() -> None:

@@ -29,6 +29,7 @@ enum {
     TILE = 6,     /* most rows of a tile */
     ROWS = 192,   /* most rows that are multiplied with a panel before the next one */
     MAX_HEAD_DIM = 512,
+    PART = 512,  /* numbers of a row among which the largest one is looked for */
     AHEAD = 4096, /* bytes by which weights are prefetched before their use */
 };
 
@@ -660,38 +661,51 @@ void baton_silu_mul(const float *gate_up, long T, long F, float *out, int thread
     }
 }
 
+/* The larger numbers, those of `old` where `each` has NaN. */
+INLINE v8 larger(v8 each, v8 old) {
+    for (int lane = 0; lane < 8; lane++) old[lane] = each[lane] > old[lane] ? each[lane] : old[lane]; /* one maxps */
+    return old;
+}
+
+/* The largest number of x `[num]`, of which none are NaN or `sum` becomes NaN. `num` is a multiple of 32. */
+INLINE float largest(const float *x, long num, v8 sum[4]) {
+    v8 best[4];
+    for (int j = 0; j < 4; j++) best[j] = splat(-__builtin_inff());
+    for (long i = 0; i < num; i += 32)
+        UNROLL for (int j = 0; j < 4; j++) {
+            const v8 each = floats(x + i + 8 * j);
+            best[j] = larger(each, best[j]);
+            sum[j] += each;
+        }
+    best[0] = larger(larger(best[0], best[1]), larger(best[2], best[3]));
+    float top = best[0][0];
+    for (int lane = 1; lane < 8; lane++) top = best[0][lane] > top ? best[0][lane] : top;
+    return top;
+}
+
 /* The largest number of each row of x `[T, V]`, NaN if the row has one, and its index. Of equal numbers, the first one
-   counts. */
+   counts. One pass finds the part of the row that has it, as fast as memory allows. */
 void baton_best(const float *x, long T, long V, float *values, int64_t *indices, int threads) {
+    const long whole = V - V % 32;
     _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * V > WORTH_THREADS)")
     for (long t = 0; t < T; t++) {
         const float *row = x + t * V;
-        v8 best[4], invalid = splat(0);
-        i32x8 where[4];
-        for (int j = 0; j < 4; j++) best[j] = splat(-__builtin_inff()), where[j] = (i32x8){0};
-        long i = 0;
-        for (; i + 32 <= V; i += 32) {
-            UNROLL for (int j = 0; j < 4; j++) {
-                const v8 each = floats(row + i + 8 * j);
-                const i32x8 more = each > best[j];
-                best[j] = (v8)((more & (i32x8)each) | (~more & (i32x8)best[j]));
-                where[j] = (more & (int32_t)i) | (~more & where[j]);
-                invalid += each * splat(0); /* infinite numbers too: such rows are checked below */
-            }
-        }
-        float top = -__builtin_inff(), sum = sum_of(invalid);
+        v8 sums[4] = {0};
+        float top = -__builtin_inff();
         long at = 0;
-        for (int j = 0; j < 4; j++)
-            for (int lane = 0; lane < 8; lane++) {
-                const long index = where[j][lane] + 8 * j + lane;
-                if (best[j][lane] > top || (best[j][lane] == top && index < at)) top = best[j][lane], at = index;
-            }
-        for (; i < V; i++) {
-            sum += row[i] * 0;
+        for (long start = 0; start < whole; start += PART) {
+            const float most = largest(row + start, whole - start < PART ? whole - start : PART, sums);
+            if (most > top) top = most, at = start;
+        }
+        float sum = sum_of(sums[0] + sums[1] + sums[2] + sums[3]);
+        for (long i = whole; i < V; i++) {
+            sum += row[i];
             if (row[i] > top) top = row[i], at = i;
         }
-        for (i = 0; i < V && sum != sum && top == top; i++)
-            if (row[i] != row[i]) top = row[i], at = i;
+        for (; at < V && row[at] != top; at++);
+        if (sum != sum) /* a NaN, or two infinities */
+            for (long i = V - 1; i >= 0; i--)
+                if (row[i] != row[i]) top = row[i], at = i;
         values[t] = top;
         indices[t] = at;
     }
