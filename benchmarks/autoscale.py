@@ -33,9 +33,10 @@ from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from common.scheduling.costs import Costs
+from gateway.dispatch.router import Expected
+from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.observability.metrics import GatewayMetrics
-from gateway.routing.admission import Admission
-from gateway.routing.router import Expected
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -124,7 +125,7 @@ class Worker:
             max_waiting=65536,
             ageing_s=30.0,
             ttft_target_s=lambda tier: 2.0,
-            seconds_per_token=TOKEN_S,
+            costs=Costs(prefill_s_per_token=TOKEN_S),
         )
 
     @property
@@ -148,7 +149,7 @@ class Worker:
             self.busy_s += took_s
             for chunk in self._scheduler.step_done(chunks):
                 if chunk.last:
-                    self._scheduler.unpinned(chunk.prompt.key)
+                    self._scheduler.holdings.unpinned(chunk.prompt.key)
                     yield chunk.prompt.key.request, self.now
 
     @property
@@ -209,7 +210,7 @@ class Pool:
         self._draw = random.Random(seed)
         self._rate = rate
         self._most = max(rate(t) for t in range(0, 7200, 10))
-        self._admission = Admission(dict.fromkeys(Tier, 30.0))
+        self._ttft_limits = TtftLimits(dict.fromkeys(Tier, 30.0))
         self._metrics = GatewayMetrics("model")
         self._num_refused = 0
         self._numbers = itertools.count()
@@ -242,7 +243,7 @@ class Pool:
             for request, moment in worker.run(until):
                 arrived, expected = self._arrived.pop(request)
                 self._metrics.time_to_first_token.observe(moment - arrived)
-                self._admission.observe(Tier.STANDARD, expected, moment - arrived, moment)
+                self._ttft_limits.observe(Tier.STANDARD, expected, moment - arrived, moment)
                 self.story.ttft_s.append((arrived, moment - arrived))
         self.workers = [worker for worker in self.workers if not (worker.draining and worker.idle)]
 
@@ -251,7 +252,7 @@ class Pool:
         usable = [worker for worker in self.workers if worker.ready_at <= now and not worker.draining]
         chosen = min(usable, key=lambda worker: worker.queued_s)
         expected = Expected(queue_s=chosen.queued_s, prompt_s=num_tokens * TOKEN_S, room_s=0.0)
-        if self._admission.refusal(Tier.STANDARD, expected, now) is not None:
+        if self._ttft_limits.refusal(Tier.STANDARD, expected, now) is not None:
             self._num_refused += 1
             self.story.refused.append(now)
             return

@@ -50,7 +50,8 @@ class BatchAtATime:
     def reserve(self, now: float) -> Sequence[Reservation]:
         """Admit the next batch if the last one has ended; then reserve as the product's scheduler does."""
         inner = self._scheduler
-        busy = inner.num_running + inner.num_waiting + inner.num_pulling + inner.num_computing + inner.num_preempted
+        entrance = inner.entrance
+        busy = inner.batch.num_running or inner.num_waiting or entrance.reserved or inner.prompts or entrance.preempted
         if not busy and (len(self._queue) >= self._batch_size or self.opens_at() <= now):
             for _ in range(min(self._batch_size, len(self._queue))):
                 inner.want(self._queue.popleft()[1], now)

@@ -17,7 +17,7 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 
@@ -32,8 +32,8 @@ async def connected(url: str, folder: Path) -> AsyncIterator[Dispatcher]:
     at = {role: tuple(w["id"] for w in workers if w["role"] == role) for role in ("prefill", "decode")}
     registry = Registry(at["prefill"], at["decode"], config_hash(folder))
     dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=60))
-    running = asyncio.create_task(dispatcher.run())
-    await dispatcher.wait_usable()
+    running = asyncio.create_task(dispatcher.links.run())
+    await dispatcher.links.wait_usable()
     try:
         yield dispatcher
     finally:

@@ -224,7 +224,7 @@ class Driver:
         step = self.scheduler.schedule(self.now)
         if step.empty:
             self.pool.step_finished(number)
-            return self.scheduler.has_work or self.scheduler.num_running > 0
+            return self.scheduler.has_work or self.scheduler.batch.num_running > 0
         outcomes = self._execution.run(step)
         self.now += self._execution.seconds(step)
         self._time()
@@ -242,7 +242,7 @@ class Driver:
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
         if prompt.generation is not None:
-            self.scheduler.recomputed(prompt.generation, self.now)
+            self.scheduler.sequences.recomputed(prompt.generation, self.now)
             self._advance(prompt.generation, outcomes[0])
             return
         self.scheduler.computed(prompt.request, self._first_tokens(prompt.request, outcomes), self.now)
@@ -274,7 +274,7 @@ class Driver:
         generation.append(token, None, self._reason(generation.request, token, sequence.num_output + 1))
         self._record(generation.request, token)
         if generation.finish_reason is not None:
-            self.scheduler.remove(generation)
+            self.scheduler.sequences.remove(generation)
             if generation.request.finished:
                 self._close(generation.request)
 

@@ -32,7 +32,7 @@ from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.runner import ModelRunner, load_runner
 from common.runtime.checkpoint import DEMO_FOLDER
 from common.runtime.config import DEFAULTS_BY_DEVICE
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 
 DECODE_TOKENS = 24
 WARM_UP = 5

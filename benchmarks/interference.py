@@ -38,7 +38,7 @@ from benchmarks.models import llama_15m, llama_long
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import DEMO_FOLDER
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Generation, GenerationFailed
 
 Figures = dict[str, Any]

@@ -37,7 +37,7 @@ from common.engine.runner import load_runner, measure_costs
 from common.runtime.config import DEFAULTS_BY_DEVICE
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 
 BATCH = 16
 WINDOW_S = 0.5

@@ -30,7 +30,7 @@ from common.contract.ids import new_incarnation
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from common.runtime.config import DEFAULTS_BY_DEVICE
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 
 BEFORE = 20
@@ -97,7 +97,7 @@ class Bench:
         moves = self.dispatcher.recovery.moves
         moved = moves["moved"]
         task, arrivals, leaving = await self.stream(length, 20_000)
-        self.dispatcher.tell(leaving.address, drain=True)
+        self.dispatcher.links.tell(leaving.address, drain=True)
         end = None
         while end is None or len(arrivals) < end:
             await asyncio.sleep(0.001)
@@ -106,7 +106,7 @@ class Bench:
                 end = len(arrivals) + BEFORE
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        self.dispatcher.tell(leaving.address, drain=False)
+        self.dispatcher.links.tell(leaving.address, drain=False)
         await self.usable()
         gaps = [b - a for a, b in itertools.pairwise(arrivals[1:])]
         return longest_gap(arrivals[BEFORE - 1 :]), percentile(gaps, 50)
@@ -155,8 +155,8 @@ def longest_gap(arrivals: list[float]) -> float:
 
 async def in_turns(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Measure every fault, in turns."""
-    running = asyncio.create_task(bench.dispatcher.run())
-    await bench.dispatcher.wait_usable()
+    running = asyncio.create_task(bench.dispatcher.links.run())
+    await bench.dispatcher.links.wait_usable()
     await bench.usable()
     for _ in range(3):  # connects every pair of workers before anything is measured
         for length in (500, 4000):

@@ -25,11 +25,11 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import CacheEvents, Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.routing.router import Ask, Router
-from gateway.serving.attempt import WorkerLife
+from gateway.dispatch.router import Ask, Router
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given
 
 WORKERS = (10, 100, 1000, 2000)
@@ -119,7 +119,7 @@ def measure(num_workers: int, draw: random.Random, *, busy: bool) -> dict[str, f
     found = {}
     for name, num_holders in (("none", 0), ("20", min(20, num_workers)), ("all", num_workers)):
         holders = draw.sample(list(registry.workers.values()), num_holders)
-        cached = {worker.place: 128 * draw.randrange(1, 9) for worker in holders}
+        cached = {worker.life: 128 * draw.randrange(1, 9) for worker in holders}
         found[f"choose_us_{name}"] = least_us(lambda cached=cached: router.choose(ask, cached), 200)  # type: ignore[misc]
     address, load = next(iter(registry.workers)), heartbeat(draw, busy=busy)
     found["report_us"] = least_us(lambda: registry.heartbeat(address, load, NOW), 1000)
@@ -132,10 +132,10 @@ def measure_index(num_holders: int, draw: random.Random) -> dict[str, float]:
     index = PrefixIndex()
     tracemalloc.start()
     for holder in range(num_holders):
-        place = WorkerLife(f"10.0.0.{holder}:7001", Incarnation(f"life-{holder}"))
+        life = WorkerLife(f"10.0.0.{holder}:7001", Incarnation(f"life-{holder}"))
         for chain in chains:
             stored = b"".join(name[:SHORT_NAME_BYTES] for name in chain)
-            index.apply(place, CacheEvents(begins=False, stored=stored, removed=b""))
+            index.apply(life, CacheEvents(begins=False, stored=stored, removed=b""))
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return {

@@ -1,9 +1,9 @@
 """Measure the scheduling cost of a decode worker's step, with 1 to 4,096 running and up to 100,000 waiting sequences.
 
-Everything that the scheduler and the block pool do for a step is timed (admitting, settling, growing, planning,
-removing ended sequences), in CPU time of the thread, since other processes share the machine. Sampling, messages and
-the model are left out. Sequences end after 200 tokens on average and are replaced at once, so that the number of
-changes in a step grows with the number of running sequences.
+Everything that the scheduler and the block pool do for a step is timed (admitting, settling, growing, planning while
+the step before runs as on a GPU, removing ended sequences), in CPU time of the thread, since other processes share the
+machine. Sampling, messages and the model are left out. Sequences end after 200 tokens on average and are replaced at
+once, so that the number of changes in a step grows with the number of running sequences.
 
     python -m benchmarks.scheduler_cost
 """
@@ -25,8 +25,9 @@ from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest
+from decode_worker.request import DecodeRequest, Stage
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.step import Step
 from kv_transfer.sink import Pull
 
 BLOCK_SIZE = 16
@@ -56,6 +57,8 @@ class Load:
         self.num_running, self.num_queued = num_running, num_queued
         self.num_requests = 0
         self.ends: dict[RequestId, int] = {}
+        self.running: tuple[int, Step] | None = None
+        """The step that runs, and its number."""
         self.timed = 0.0
 
     def arrive(self) -> None:
@@ -100,31 +103,45 @@ class Load:
             began = time.thread_time()
             self.scheduler.settled(reservation.request, reservation.block_ids, [first], 0.0)
             self.timed += time.thread_time() - began
+        running, self.running = self.running, None
+        if running is not None:
+            if self.scheduler.may_run_ahead(running[1]):
+                self.plan(running[1])
+            self.end(*running)
+        if self.running is None:
+            self.plan(None)
+        return self.timed
+
+    def plan(self, before: Step | None) -> None:
+        """Plan a step, while `before` runs if there is such a step."""
         began = time.thread_time()
-        number = self.pool.step_started()
-        step = self.scheduler.schedule(0.0)
+        self.running = self.pool.step_started(), self.scheduler.schedule(0.0, before)
         self.timed += time.thread_time() - began
+
+    def end(self, number: int, step: Step) -> None:
+        """The step that ran is over: its sequences get their tokens, or end."""
         ended = []
         for generation in step.decodes:
+            if generation.stage is not Stage.RUNNING:
+                continue
             sequence = generation.sequence
             sequence.num_computed = sequence.num_tokens
             last = sequence.num_output + 1 >= self.ends[sequence.key.request]
             generation.append(5, None, "stop" if last else None)
             if last:
                 ended.append(generation)
-        chunks = step.chunks
         began = time.thread_time()
         self.pool.step_finished(number)
         for generation in ended:
-            self.scheduler.remove(generation)
+            self.scheduler.sequences.remove(generation)
             self.scheduler.forget(generation.request)
             del self.ends[generation.request.work.request]
-        live = self.scheduler.chunks_done(chunks)
+        live = self.scheduler.chunks_done(step.chunks)
+        self.pool.take_changes()
         self.timed += time.thread_time() - began
         for chunk in live:
             if chunk.last and chunk.prompt.generation is not None:
-                self.scheduler.recomputed(chunk.prompt.generation, 0.0)
-        return self.timed
+                self.scheduler.sequences.recomputed(chunk.prompt.generation, 0.0)
 
 
 def measure(num_running: int, num_queued: int, num_steps: int, seed: int, *, pressure: bool) -> dict[str, float]:
@@ -140,8 +157,8 @@ def measure(num_running: int, num_queued: int, num_steps: int, seed: int, *, pre
         "p50_us": statistics.median(taken),
         "p99_us": percentile(taken, 99),
         "max_us": max(taken),
-        "running": load.scheduler.num_running,
-        "preemptions": load.scheduler.num_swapped + load.scheduler.num_recomputed,
+        "running": load.scheduler.batch.num_running,
+        "preemptions": load.scheduler.swap.num_swapped + load.scheduler.preemption.num_recomputed,
     }
 
 

@@ -7,12 +7,12 @@ outlives its expected end gets a new one.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from common.contract.messages import Decode
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from decode_worker.calendar import Calendar
 from decode_worker.forecast import Forecast
 from decode_worker.output_profile import OutputProfile
 from decode_worker.policy import Policy
@@ -42,8 +42,8 @@ class Admission:
         """Sequences that may hold blocks: a full batch, and some more that join when places become free."""
         self._forecast: Forecast[Key] = Forecast(policy.block_size)
         self._profile = OutputProfile()
-        self._outlived: defaultdict[int, dict[Generation, None]] = defaultdict(dict)
-        """Step → growing sequences that are expected to have ended by then."""
+        self._expected_ends: Calendar[Generation] = Calendar()
+        """Growing sequences by the step by which they are expected to have ended."""
         self._num_admitted = [0] * len(Tier)
         """Sequences that hold blocks, by the rank of their tier."""
 
@@ -105,7 +105,7 @@ class Admission:
 
     def left(self, generation: Generation) -> None:
         """A sequence that has a first token has released its blocks."""
-        self._expect_nothing(generation)
+        self._expected_ends.discard(generation)
         self.leave(generation.key)
 
     def joined(self, generation: Generation, step: int) -> None:
@@ -114,11 +114,11 @@ class Admission:
         _, num_private = self._forecast.held(generation.key)
         end_step = step + self._steps_left(generation)
         self._forecast.put(generation.key, step=step, end_step=end_step, num_private=num_private)
-        self._expect_end(generation, end_step)
+        self._expected_ends.put(end_step, (generation,))
 
     def paused(self, generation: Generation, step: int, num_private: int) -> None:
         """A running sequence waits for a place again, and does not grow."""
-        self._expect_nothing(generation)
+        self._expected_ends.discard(generation)
         self._forecast.stop(generation.key, step=step, num_private=num_private)
 
     def ended(self, generation: Generation) -> None:
@@ -127,13 +127,13 @@ class Admission:
 
     def look_again(self, step: int) -> None:
         """Give a new expected end to sequences that were expected to have ended before `step`, and have not."""
-        for generation in self._outlived.pop(step, ()):
+        for generation in self._expected_ends.take(step):
             # With its old rank, a sequence would be expected to end just above its present length again and again.
             generation.rank = (generation.rank + _GOLDEN) % 1.0
             # Less than a block's worth of steps would not change the forecast.
             end_step = step + max(self._steps_left(generation), self._policy.block_size)
             self._forecast.postpone(generation.key, end_step)
-            self._expect_end(generation, end_step)
+            self._expected_ends.put(end_step, (generation,))
 
     def steps_left(self, work: Decode, num_tokens: int, rank: float) -> int:
         """Number of further steps that a sequence of `num_tokens` tokens is expected to take; at least 1."""
@@ -144,19 +144,10 @@ class Admission:
     def _steps_left(self, generation: Generation) -> int:
         return self.steps_left(generation.request.work, generation.sequence.num_tokens, generation.rank)
 
-    def _expect_end(self, generation: Generation, end_step: int) -> None:
-        generation.end_step = end_step
-        self._outlived[end_step][generation] = None
-
-    def _expect_nothing(self, generation: Generation) -> None:
-        awaited = self._outlived.get(generation.end_step, {})
-        awaited.pop(generation, None)
-        if not awaited:
-            self._outlived.pop(generation.end_step, None)
-
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         by_rank = [0] * len(Tier)
         for request, _ in self.keys():
             by_rank[request.work.tier.rank] += 1
+        self._expected_ends.check_invariants()
         assert by_rank == self._num_admitted, (by_rank, self._num_admitted)

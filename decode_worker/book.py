@@ -108,7 +108,7 @@ class Book:
         if sequence.sampling.grammar is None or generation.finish_reason is not None:
             return
         assert sequence.grammar_state is not None
-        self._scheduler.mask_awaited(generation)
+        self._scheduler.entrance.mask_awaited(generation)
         self._masks.ask(
             generation, sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len
         )

@@ -72,6 +72,7 @@ from common.worker.mask_asks import MaskAsks
 from decode_worker import view
 from decode_worker.answers import Answers
 from decode_worker.book import Book
+from decode_worker.entrance import PLACES
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import (
@@ -81,7 +82,7 @@ from decode_worker.request import (
     RequestState,
     Stage,
 )
-from decode_worker.scheduler import PLACES, DecodeScheduler
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.steps import Planned, Steps
 from kv_transfer.events import (
     Consequence,
@@ -213,7 +214,7 @@ class DecodeCore:
             self.front.tell_turn()
             self.departures.cut()
             self._reserve()
-            may_go_on = self.scheduler.num_running > self.scheduler.num_idle and self.pool.num_free
+            may_go_on = self.scheduler.batch.num_running > self.scheduler.num_idle and self.pool.num_free
             if not (may_go_on or self.scheduler.has_work):
                 return
 
@@ -221,7 +222,7 @@ class DecodeCore:
         """A sequence's next mask is known, or that of a local prompt's first tokens; or its grammar gave up."""
         subject = self._masks.made(state)
         if isinstance(subject, Generation):
-            self.scheduler.mask_known(subject)
+            self.scheduler.entrance.mask_known(subject)
             if gave_up is not None and subject.stage is not Stage.ENDED:
                 self.book.fail(subject.request, Cause.INVALID, gave_up.why)
         elif subject is not None and gave_up is not None:
@@ -402,7 +403,7 @@ class DecodeCore:
     def _find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
         """Cached blocks that another worker may read, each with a reference for the lender."""
         if self.front.draining:
-            self.scheduler.name_running()
+            self.scheduler.sequences.name_running()
         return self.scheduler.lend([BlockHash(name) for name in block_hashes])
 
     def _on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
@@ -484,9 +485,10 @@ class DecodeCore:
         self.scheduler.check_invariants()
         self.exchange.check_invariants()
         assert all(request.state is RequestState.FINISHED for request in self.book.finished.values())
+        here = {request for request in self.book.requests.values() if request.state in PLACES}
+        assert here == self.scheduler.entrance.requests()
         for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.generations), request.story
-            assert self.scheduler.place_of(request) is (request.state if request.state in PLACES else None)
             masked = request.grammar_state in self._masks
             assert masked == (request.state is RequestState.MASKED), request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING

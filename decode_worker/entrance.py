@@ -16,6 +16,7 @@ from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
+from common.scheduling.turns import Passing, due_at
 from decode_worker.admission import Admission, Newcomer, rank_of
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
@@ -24,9 +25,8 @@ from decode_worker.running_batch import RunningBatch, seniority
 
 _LOOK_AHEAD = 4
 """Waiting requests that are tried if the first of them does not fit."""
-_MAX_PASSED = 16
-"""Number of later requests that may be admitted before a waiting request that does not fit. After that, none may. The
-same holds for a preempted sequence that has waited beyond the ageing time, and requests of higher tiers."""
+PLACES = (RequestState.WAITING, RequestState.RESERVED, RequestState.COMPUTING)
+"""States of a request that has come in and has not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,15 @@ class Entrance:
         work = request.work
         request.enter(RequestEvent.WANT)
         request.chain.extend(work.token_ids, len(work.token_ids))
-        allowance_s = 0.0 if request.pull is not None else len(work.token_ids) * self._costs.prefill_s_per_token
-        deadline = request.arrived + self._policy.ttft_target_s(work.tier) + allowance_s
+        num_tokens = 0 if request.pull is not None else len(work.token_ids)
+        deadline = due_at(request.arrived, self._policy.ttft_target_s(work.tier), num_tokens, self._costs)
         self.waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
         self._look_again = True
+
+    def want_again(self, request: DecodeRequest) -> None:
+        """The request, which had room, waits again."""
+        request.sent_back = True
+        self.want(request, request.arrived)
 
     def stand_by(self, generation: Generation, now: float) -> None:
         """A sequence without blocks waits for some."""
@@ -94,16 +99,35 @@ class Entrance:
         self.preempted.add(generation, seniority(generation))
         self._look_again = True
 
-    def look_again(self) -> None:
-        """Something has changed: whoever was refused may fit now."""
+    def mask_awaited(self, generation: Generation) -> None:
+        """The sequence's next mask is not known yet: until it is, the sequence is in no step, and is not resumed."""
+        self.awaited.add(generation)
+
+    def mask_known(self, generation: Generation) -> None:
+        """The sequence's next mask is known, or not needed any more."""
+        self.awaited.discard(generation)
         self._look_again = True
 
+    def requests(self) -> set[DecodeRequest]:
+        """The requests that have come in and have not begun: those in one of `PLACES`."""
+        return {*self.waiting, *self.reserved, *self._prompts.of_requests}
+
     def forget(self, request: DecodeRequest) -> list[int]:
-        """Remove a request that has not begun. Returns the blocks of its reservation, if it has one."""
+        """Remove a request that has not begun, whatever its state. Returns the blocks of its reservation, if it has
+        one: the owner of the pull releases them."""
         self.waiting.discard(request)
         self._newest_unread.discard(request)
         self._look_again = True
-        return self.reserved.pop(request, [])
+        reserved = self.reserved.pop(request, [])
+        prompt = self._prompts.take(request)
+        if prompt is not None:
+            self._pool.release(prompt.block_table)
+        if reserved or prompt is not None:
+            self._pool.release(request.fork_blocks)
+            request.fork_blocks = []
+            for choice in request.work.choices:
+                self._admission.leave((request, choice))
+        return reserved
 
     def settled(self, request: DecodeRequest) -> None:
         """The reserved blocks hold valid KV: they are the request's."""
@@ -151,24 +175,25 @@ class Entrance:
         return granted
 
     def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
-        """Admit or resume the next request or sequence that may; returns whether there was one."""
+        """Admit or resume the next request or sequence that may; returns whether there was one. Requests of higher
+        tiers pass a preempted sequence that has waited beyond the ageing time only as often as one that does not
+        fit."""
         back = self._next_preempted()
+        passing, any_refused = Passing(), False
         waited_long = self._waited_long(back, now)
-        if back is not None and waited_long and back.num_passed >= _MAX_PASSED:
-            return self._resume(back, now)
-        refused: list[DecodeRequest] = []
+        if back is not None and waited_long:
+            passing.refuse(back)
         for request in self._candidates(now, len(Tier) if back is None else back.request.work.tier.rank):
-            if self._admit(request, now, granted):
-                for passed in refused:
-                    passed.num_passed += 1
-                if back is not None and waited_long:
-                    back.num_passed += 1
-                return True
-            refused.append(request)
-            if request.num_passed >= _MAX_PASSED:
+            rank = request.work.tier.rank
+            if not passing.may_go(rank):
                 break
+            if self._admit(request, now, granted):
+                passing.went(rank)
+                return True
+            passing.refuse(request)
+            any_refused = True
         # Blocks that a request of a higher tier waits for go to a lower tier only if that has waited long.
-        return back is not None and (waited_long or not refused) and self._resume(back, now)
+        return back is not None and (waited_long or not any_refused) and self._resume(back, now)
 
     def _waited_long(self, preempted: Generation | None, now: float) -> bool:
         return preempted is not None and now - preempted.preempted_at > self._policy.ageing_s
@@ -279,13 +304,6 @@ class Entrance:
         if lacking > 0 and self._admission.any_below(rank) and (self._pressure is None or rank < self._pressure[0]):
             self._pressure = rank, lacking
         return lacking <= 0
-
-    def unbook(self, request: DecodeRequest) -> None:
-        """Release the fork blocks and the forecast entries of a request that had room and has no choices yet."""
-        self._pool.release(request.fork_blocks)
-        request.fork_blocks = []
-        for choice in request.work.choices:
-            self._admission.leave((request, choice))
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue
 from common.scheduling.costs import Costs
 from common.scheduling.lazy_heap import LazyHeap
+from common.scheduling.turns import due_at
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 
@@ -45,8 +46,8 @@ class LocalPrompts:
         prompt. It ages from `now` on."""
         tier = request.work.tier
         order = request.order if generation is None else generation.order
-        cost_s = (len(token_ids) - num_computed) * self._costs.prefill_s_per_token
-        urgency = (tier.rank, request.arrived + self._policy.ttft_target_s(tier) + cost_s, order)
+        num_left = len(token_ids) - num_computed
+        urgency = (tier.rank, due_at(request.arrived, self._policy.ttft_target_s(tier), num_left, self._costs), order)
         prompt = LocalPrompt(request, generation, token_ids, num_computed, block_table, urgency)
         if generation is None:
             self.of_requests[request] = prompt

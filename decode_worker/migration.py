@@ -131,7 +131,7 @@ class Departures:
                 self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence has run too far meanwhile")
                 continue
             request = generation.request
-            blocks = self._scheduler.leave(generation)
+            blocks = self._scheduler.sequences.leave(generation)
             self._cut[message.key] = generation
             self._tell_cut(generation)
             self._lender.open(message.key, blocks, request.deadline)

@@ -174,10 +174,6 @@ class Generation:
     """Position of the first token that this attempt generated."""
     finish_reason: FinishReason | None = None
     stage: Stage = Stage.BEGUN
-    due_step: int = 0
-    """Step before which a running sequence needs its next block."""
-    end_step: int = 0
-    """Step at which it is expected to end."""
     host_slots: list[int] = field(default_factory=list)
     """Host memory slots of its leading blocks, from swap-out to swap-in."""
     joined_at: float | None = None

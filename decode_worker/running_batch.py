@@ -1,17 +1,18 @@
 """Decides which sequences decode in the next step, and finds those that need a block before it.
 
 Every running sequence advances by one token a step. So, when a sequence gets a block, the step before which it needs
-another one is known. A calendar maps each step to the sequences that need a block before it; the others cost nothing.
+another one is known; and when it joins, the step that computes its last token, if nothing ends it before. Calendars map
+these steps to the sequences; the others cost nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Collection
 
-from common.scheduling.fair_queue import AGED_SHARE
 from common.scheduling.lazy_heap import LazyHeap
+from common.scheduling.turns import AGED_SHARE, aged
+from decode_worker.calendar import Calendar
+from decode_worker.policy import Policy
 from decode_worker.request import Generation, Stage, StageEvent
 
 Seniority = tuple[int, int]
@@ -25,22 +26,28 @@ def seniority(generation: Generation) -> Seniority:
 class RunningBatch:
     """At most `max_num_seqs` running sequences, and those that are ready to join."""
 
-    def __init__(self, max_num_seqs: int, block_size: int, ageing_s: float = math.inf) -> None:
-        self._max_num_seqs = max_num_seqs
-        self._block_size = block_size
-        self._ageing_s = ageing_s
-        self._most_aged = max(1, max_num_seqs // AGED_SHARE)
+    def __init__(self, policy: Policy) -> None:
+        self._max_num_seqs = policy.max_num_seqs
+        self._max_sequence_tokens = policy.max_sequence_tokens
+        self._block_size = policy.block_size
+        self._ageing_s = policy.ageing_s
+        self._most_aged = max(1, policy.max_num_seqs // AGED_SHARE)
         self._running: dict[Generation, Seniority] = {}
         self._ready: LazyHeap[Generation] = LazyHeap()
-        self._ready_since: dict[Generation, float] = {}
-        """Ready sequences → monotonic seconds since when; the one that has waited longest comes first."""
+        self._ready_since: LazyHeap[Generation] = LazyHeap()
+        """Ready sequences, the one that has waited longest first."""
         self._aged: set[Generation] = set()
         """Running sequences that got their place because they had waited long. They do not give it up to higher
         tiers."""
         self._newest: LazyHeap[Generation] = LazyHeap()
         """Running sequences, the newest of the lowest tier first."""
-        self._due: defaultdict[int, dict[Generation, None]] = defaultdict(dict)
-        """Step → running sequences that need a block before it."""
+        self._due: Calendar[Generation] = Calendar()
+        """Running sequences by the step before which they need a block."""
+        self._ends: Calendar[Generation] = Calendar()
+        """Running sequences by the step after the one that computes their last token, if it is their length that ends
+        them."""
+        self.masked: set[Generation] = set()
+        """Running sequences with a grammar: each token decides which ones may follow."""
         self._stepped_aside: list[Generation] = []
         self._ahead: Collection[Generation] = ()
         """Sequences whose next token is computed by the step before this one."""
@@ -66,7 +73,7 @@ class RunningBatch:
     @property
     def num_due_next(self) -> int:
         """Running sequences that need a block before the next step."""
-        return len(self._due.get(self.step + 1, ()))
+        return self._due.num_at(self.step + 1)
 
     def __contains__(self, generation: Generation) -> bool:
         return generation in self._running
@@ -86,7 +93,7 @@ class RunningBatch:
 
     def _wait(self, generation: Generation, now: float) -> None:
         self._ready.add(generation, seniority(generation))
-        self._ready_since[generation] = now
+        self._ready_since.add(generation, now)
 
     def next_step(self, now: float, ahead: Collection[Generation] = ()) -> list[Generation]:
         """Begin the next step and fill the batch; returns the sequences that have joined. Sequences in `ahead` have one
@@ -99,8 +106,8 @@ class RunningBatch:
         self._ahead = ahead
         joined = []
         while (generation := self._ready.first()) is not None:
-            oldest, since = next(iter(self._ready_since.items()))
-            if now - since > self._ageing_s and len(self._aged) < self._most_aged:
+            oldest = aged(self._ready_since, now - self._ageing_s)
+            if oldest is not None and len(self._aged) < self._most_aged:
                 if len(self._running) < self._max_num_seqs or self._make_place(generation, now):
                     self._aged.add(oldest)
                     generation = oldest
@@ -114,12 +121,15 @@ class RunningBatch:
 
     def _join(self, generation: Generation, now: float) -> None:
         self._ready.discard(generation)
-        del self._ready_since[generation]
+        self._ready_since.discard(generation)
         generation.enter(StageEvent.JOIN)
         generation.joined(now)
         self._running[generation] = rank, order = seniority(generation)
         self._newest.add(generation, (-rank, -order))
-        self.fed(generation)
+        self._await_block(generation)
+        self._ends.put(self.step + max(1, self._num_left(generation)), (generation,))
+        if generation.sequence.sampling.grammar is not None:
+            self.masked.add(generation)
 
     def left(self) -> list[Generation]:
         """Sequences that `next_step` has sent back to wait, in favour of a higher tier."""
@@ -127,22 +137,34 @@ class RunningBatch:
         return aside
 
     def due(self) -> list[Generation]:
-        """Running sequences that need another block to take part in this step, senior ones first."""
-        due = self._due.pop(self.step, {})
-        self.fed(*(each for each in due if not self._lacks(each)))  # it has sat out a step, so it has a slot left
-        return sorted((each for each in due if self._lacks(each)), key=self._running.__getitem__)
+        """Running sequences that need another block to take part in this step. Each must then be `fed` or `sit_out`."""
+        due, lacking = self._due.take(self.step), []
+        size, ahead = self._block_size, self._ahead
+        for generation in due:
+            sequence = generation.sequence
+            if len(sequence.block_table) * size < len(sequence.token_ids) + (generation in ahead):
+                lacking.append(generation)
+            else:  # it has sat out a step, so it has a slot left
+                self._await_block(generation)
+        return lacking
 
-    def fed(self, *generations: Generation) -> None:
-        """The sequences run from this step on with the blocks that they have: enter the steps before which they need
-        more."""
-        for generation in generations:
-            generation.due_step = due_step = self.step + max(0, self._num_slots_left(generation) + 1)
-            self._due[due_step][generation] = None
+    def fed(self, generations: Collection[Generation]) -> None:
+        """These were due, and each has got the block that it lacked for this step."""
+        self._due.put(self.step + self._block_size, generations)
 
-    def sit_out(self, generation: Generation) -> None:
-        """A sequence is due and has got no block: it does not take part in this step."""
-        generation.due_step = self.step + 1
-        self._due[self.step + 1][generation] = None
+    def sit_out(self, generations: Collection[Generation]) -> None:
+        """These were due, and have got no block: they do not take part in this step."""
+        self._due.put(self.step + 1, generations)
+
+    def ending(self) -> set[Generation]:
+        """Running sequences whose last token is computed by the step before, which still runs."""
+        ending = set()
+        for generation in self._ends.take(self.step):
+            num_left = self._num_left(generation)
+            if num_left <= 0 and generation in self._ahead:
+                ending.add(generation)
+            self._ends.put(self.step + max(1, num_left), (generation,))  # one that has sat out steps ends later
+        return ending
 
     def newest(self, ending: Collection[Generation] = ()) -> Generation | None:
         """The newest sequence of the lowest tier among the running and the ready ones, without those in `ending`."""
@@ -155,12 +177,14 @@ class RunningBatch:
     def discard(self, generation: Generation) -> None:
         """A sequence has ended or lost its blocks. Does nothing if it is not here."""
         self._ready.discard(generation)
-        self._ready_since.pop(generation, None)
+        self._ready_since.discard(generation)
         self._aged.discard(generation)
         if generation in self._running:
             del self._running[generation]
             self._newest.discard(generation)
-            self._due.get(generation.due_step, {}).pop(generation, None)
+            self._due.discard(generation)
+            self._ends.discard(generation)
+            self.masked.discard(generation)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
@@ -172,19 +196,26 @@ class RunningBatch:
         assert len(self._aged) <= self._most_aged
         for generation in self._running:
             assert generation.stage is Stage.RUNNING, generation.sequence
-            assert generation.due_step > self.step, generation.sequence
-            assert generation in self._due[generation.due_step], "a sequence has dropped out of the calendar"
-        assert sum(map(len, self._due.values())) == len(self._running), "the calendar names one twice, or who is gone"
+            assert self._due[generation] > self.step, generation.sequence
+        for calendar in (self._due, self._ends):
+            calendar.check_invariants()
+            assert set(calendar) == set(self._running), "a sequence has dropped out of the calendar, or is gone"
         assert all(generation.stage is Stage.READY for generation in self._ready)
 
-    def _num_slots_left(self, generation: Generation) -> int:
-        """Free token slots beyond its tokens; negative if it lacks a block."""
-        sequence = generation.sequence
-        num_tokens = len(sequence.token_ids) + (generation in self._ahead)
-        return len(sequence.block_table) * self._block_size - num_tokens
+    def _num_tokens(self, generation: Generation) -> int:
+        """The sequence's tokens, with that of the step before."""
+        return len(generation.sequence.token_ids) + (generation in self._ahead)
 
-    def _lacks(self, generation: Generation) -> bool:
-        return self._num_slots_left(generation) < 0
+    def _await_block(self, generation: Generation) -> None:
+        """Enter the step before which the sequence needs a block, if it takes part in this step and all that follow."""
+        num_left = len(generation.sequence.block_table) * self._block_size - self._num_tokens(generation)
+        self._due.put(self.step + max(0, num_left + 1), (generation,))
+
+    def _num_left(self, generation: Generation) -> int:
+        """Number of tokens that the sequence may still get."""
+        sequence = generation.sequence
+        most = min(sequence.prompt_len + sequence.sampling.max_tokens, self._max_sequence_tokens)
+        return most - self._num_tokens(generation)
 
     def _newest_ready(self) -> Generation | None:
         return max(self._ready, key=seniority, default=None)

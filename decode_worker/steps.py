@@ -123,7 +123,7 @@ class Steps:
         self._totals.generated += num_appended
         for index in others:
             generation = step.decodes[index]
-            if self._scheduler.is_running(generation):
+            if generation.stage is Stage.RUNNING:
                 self._advance(generation, chosen.outcome(index))
         if self._scheduler.trials:
             for generation in step.decodes:
@@ -159,7 +159,7 @@ class Steps:
         if generation is not None:
             if generation.stage is not Stage.RECOMPUTING:
                 return  # the request has just failed by another choice
-            self._scheduler.recomputed(generation, self._agenda.now)
+            self._scheduler.sequences.recomputed(generation, self._agenda.now)
             self._advance(generation, outcomes[0])
             return
         try:
@@ -199,7 +199,7 @@ class Steps:
         self._end_trial(request)
         if reason is not None:
             self._totals.sequence_ended(self._agenda.now - generation.began)
-            self._scheduler.remove(generation)
+            self._scheduler.sequences.remove(generation)
             self._book.finish_if_ended(request)
         if sequence.grammar_state is not None:
             self._book.ask_mask(generation)

@@ -47,7 +47,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
     return Heartbeat(
         number=number,
         steps=core.engine.num_steps,
-        running=scheduler.num_running - scheduler.num_idle + scheduler.num_computing,
+        running=scheduler.batch.num_running - scheduler.num_idle + len(scheduler.prompts),
         waiting=sum(not request.generations for request in requests),
         blocks_used=min(scheduler.num_expected, core.pool.num_blocks),
         blocks_total=core.pool.num_blocks,
@@ -70,12 +70,12 @@ def counts(core: DecodeCore) -> Mapping[str, object]:
         "blocks_limbo": pool.num_limbo,
         "blocks_total": pool.num_blocks,
         "blocks_cached": pool.num_cached,
-        "host_blocks_used": scheduler.num_host_used,
+        "host_blocks_used": scheduler.swap.num_used,
         "waiting": scheduler.num_waiting,
-        "pulling": scheduler.num_pulling,
-        "computing": scheduler.num_computing,
-        "running": scheduler.num_running,
-        "preempted": scheduler.num_preempted,
+        "pulling": len(scheduler.entrance.reserved),
+        "computing": len(scheduler.prompts),
+        "running": scheduler.batch.num_running,
+        "preempted": len(scheduler.entrance.preempted),
         **core.exchange.counts(),
         "requests": len(core.book.requests),
         "unacknowledged": len(core.book.finished),
@@ -87,18 +87,18 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     scheduler, pool, totals = core.scheduler, core.pool, core.totals
     name = core.settings.model
     model = {"model_name": name}
-    yield gauge("vllm:num_requests_running", "Sequences in the batch.", scheduler.num_running, model)
+    yield gauge("vllm:num_requests_running", "Sequences in the batch.", scheduler.batch.num_running, model)
     yield gauge("vllm:num_requests_waiting", "Requests waiting for room.", scheduler.num_waiting, model)
-    yield gauge("vllm:num_requests_swapped", "Preempted sequences.", scheduler.num_preempted, model)
+    yield gauge("vllm:num_requests_swapped", "Preempted sequences.", len(scheduler.entrance.preempted), model)
     yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", pool.num_used / pool.num_blocks, model)
     sizes = {"block_size": str(core.block_size), "num_gpu_blocks": str(pool.num_blocks)}
     yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
-    preempted = {"swap": scheduler.num_swapped, "recompute": scheduler.num_recomputed}
+    preempted = {"swap": scheduler.swap.num_swapped, "recompute": scheduler.preemption.num_recomputed}
     yield counter("vllm:num_preemptions", "Preemptions.", {name: sum(preempted.values())}, "model_name")
     yield counter("baton_preemptions", "Preemptions by kind.", preempted, "kind")
-    revoked = scheduler.num_revoked
+    revoked = scheduler.preemption.num_revoked
     yield counter("baton_reservations_revoked", "Reservations taken back before their first read.", revoked)
-    queried, hit = {name: scheduler.num_prefix_queried}, {name: scheduler.num_prefix_hit}
+    queried, hit = {name: scheduler.entrance.num_prefix_queried}, {name: scheduler.entrance.num_prefix_hit}
     yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
     yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")
     yield gauge("baton_blocks_cached", "Blocks known by name.", pool.num_cached)
@@ -111,7 +111,7 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
     yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
-    yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.num_host_used)
+    yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.swap.num_used)
     yield from core.exchange.metrics()
     yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", core.departures.num_moved)
     tail = core.arrivals.num_tail_blocks

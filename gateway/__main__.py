@@ -39,11 +39,11 @@ from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target, version
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import Dashboard
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.observability.metrics import GatewayMetrics
 from gateway.operators.admin import create_admin_app
 from gateway.processes import Share, run_processes
-from gateway.routing.admission import Admission
-from gateway.routing.dispatcher import Dispatcher
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
 from gateway.web.ending import GOODBYE_S
 from gateway.web.tls import ServerTls
@@ -155,9 +155,9 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
     return tracing
 
 
-def admission_of(settings: GatewaySettings) -> Admission:
+def ttft_limits_of(settings: GatewaySettings) -> TtftLimits:
     """The admission with the limits of the settings."""
-    return Admission(
+    return TtftLimits(
         {
             Tier.INTERACTIVE: settings.interactive_limit_s,
             Tier.STANDARD: settings.standard_limit_s,
@@ -183,7 +183,7 @@ def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
         local_prefill_tokens=settings.local_prefill_tokens,
         routing=settings.routing,
         max_prefix_names=settings.prefix_index_names,
-        admission=admission_of(settings),
+        ttft_limits=ttft_limits_of(settings),
         patience_s=settings.patience_s,
         silence_s=settings.silence_s,
         keys=CurveKeys.load(settings.curve_keys),
@@ -235,7 +235,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         app.middlewares.append(share.middleware)
     runner = create_runner(app, shutdown_timeout_s=settings.shutdown_grace_s)
     await runner.setup()
-    admin_app = create_admin_app(dispatcher)
+    admin_app = create_admin_app(dispatcher.links)
     admin = web.AppRunner(admin_app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE_S)
     await admin.setup()
     allow_descriptors(settings.max_connections)
@@ -259,13 +259,13 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, sh
         admin_port = settings.admin_port if admin_url is None else urlsplit(admin_url).port
         if dashboard is not None and admin_port:
             dashboard.admin = AdminLink(settings.admin_host, admin_port)
-        working.append(asyncio.create_task(dispatcher.run()))
+        working.append(asyncio.create_task(dispatcher.links.run()))
         if settings.discovery != "static":
             lists = DiscoveryMetrics(metrics.registry, monotonic)
             discovery = Discovery(await _sources(settings, stack), lists, monotonic)
-            working.append(asyncio.create_task(discovery.run(dispatcher.follow)))
+            working.append(asyncio.create_task(discovery.run(dispatcher.links.follow)))
         stopping = asyncio.create_task(stop.wait())
-        usable = asyncio.create_task(dispatcher.wait_usable())
+        usable = asyncio.create_task(dispatcher.links.wait_usable())
         await asyncio.wait([*working, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
         if usable.done():
             freeze_startup_objects()

@@ -3,7 +3,7 @@
 The life cycle of a generating request:
 
 1. `Guard` identifies the caller and admits the request within the limits of its API key.
-2. The body is read within bounds on size, time and rate; then the request takes its slot among those in flight, and its
+2. The body is read within bounds on size, time and rate; then the request counts as one of those in flight, and its
    form is validated (`schemas`).
 3. `Intake` tokenises the prompts and makes a `Job` with one `Generation` for each prompt. The caller is charged for the
    prompts, by length before and by tokens after tokenising, and later for generated tokens.
@@ -30,7 +30,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
 from gateway.access.callers import CALLER, Caller, Callers, client_of
-from gateway.access.http_guard import SLOT, Guard, as_api_error, has_ended, is_gone
+from gateway.access.http_guard import Guard, as_api_error, has_ended, is_gone
 from gateway.answer import answer_schemas as answers
 from gateway.answer.choice_stream import stream_pieces
 from gateway.answer.chunk_encoder import encode, encode_in_pieces
@@ -204,7 +204,7 @@ class _Api:
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         readiness = self._generator.ready()
-        body = answers.Readiness(ready=readiness.ready, reason=readiness.reason, details=dict(readiness.details))
+        body = answers.Readiness(ready=readiness.ready, reason=readiness.reason, details=readiness.details())
         return web.json_response(body, status=200 if readiness.ready else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
@@ -212,7 +212,7 @@ class _Api:
 
     async def _form(self, request: web.Request, schema: type[SchemaT]) -> SchemaT:
         body = await self._bodies.read_json(request)
-        request[SLOT].take()
+        self._guard.count(request)
         return parse(schema, body)
 
     async def _generate(

@@ -74,7 +74,7 @@ class Lender:
     @property
     def num_parked(self) -> int:
         """Number of attaches that wait for their Prefill."""
-        return self._leases.num_parked
+        return len(self._leases.parked)
 
     # --- messages of sinks ---------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Lender:
 
     def expect(self, key: RequestKey, deadline: float) -> None:
         """A request waits for its blocks until `deadline`; `open` or `withdraw` follows."""
-        self._leases.expect(key, deadline)
+        self._leases.parked.expect(key, deadline)
 
     def holds(self, key: RequestKey) -> bool:
         """Whether the lease that was opened for this request is held."""
@@ -129,7 +129,7 @@ class Lender:
 
     def awaits(self, key: RequestKey) -> bool:
         """Whether a sink that has attached waits for this offer."""
-        return self._leases.awaits(key)
+        return self._leases.parked.awaits(key)
 
     def has_settled(self, key: RequestKey, sink: Incarnation) -> bool:
         """Whether this sink has been told that what it pulled is valid."""
@@ -171,7 +171,7 @@ class Lender:
         yield gauge("baton_leases", "Leases held.", len(self._leases))
         yield gauge("baton_readers", "Pulls whose reads may be under way.", self._leases.num_readers)
         yield gauge("baton_lease_blocks", "Blocks pinned by leases.", self._leases.num_blocks)
-        yield gauge("baton_attaches_parked", "Attaches waiting for their prefill.", self._leases.num_parked)
+        yield gauge("baton_attaches_parked", "Attaches waiting for their prefill.", len(self._leases.parked))
         yield counter("baton_leases_expired", "Leases that outlived their time.", self._leases.num_expired)
         yield counter("baton_leases_reclaimed", "Leases dropped under pressure.", self._leases.num_reclaimed)
         yield counter("baton_prefixes_lent", "Cached prefixes offered to other workers.", self._num_prefixes_lent)

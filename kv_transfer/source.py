@@ -16,33 +16,21 @@ Pure state: events and a time in, actions out.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
 from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, PromptTimes, Settle, Tokens
 from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
 from kv_transfer.lease import Lease, LeaseEvent, LeaseState, verdict, withdrawn
+from kv_transfer.parked import ParkedAttaches
 
 MAX_TOMBSTONES = 4096
 """Most ended leases whose answers are remembered."""
-MAX_PARKED = 65_536
-"""Most attaches that wait for their Prefill."""
-
 
 Action = Send | Unpinned | Released | LeaseDropped
-
-
-@dataclass(slots=True)
-class _Parked:
-    attempt: int
-    offered: int
-    """Attempt of the Prefill for which it waits."""
-    sink: Incarnation
-    until: float
 
 
 class LeaseTable:
@@ -52,9 +40,8 @@ class LeaseTable:
         self._unattached_ttl_s = unattached_ttl_s
         self._checksums = checksums
         self._leases: dict[RequestId, Lease] = {}
-        self._parked: OrderedDict[RequestId, _Parked] = OrderedDict()
-        self._expected: dict[RequestId, tuple[int, float]] = {}
-        """Request that waits for its blocks → its attempt, and until when it waits."""
+        self.parked = ParkedAttaches(unattached_ttl_s)
+        """Attaches that wait for their Prefill."""
         self._finished: OrderedDict[RequestId, Lease] = OrderedDict()
         """Leases of requests that ended with their first tokens. A sink that attaches late is told that there is
         nothing to read, and that nothing was lost."""
@@ -83,11 +70,6 @@ class LeaseTable:
         return len(self._readers)
 
     @property
-    def num_parked(self) -> int:
-        """Number of attaches that wait for their Prefill."""
-        return len(self._parked)
-
-    @property
     def num_blocks(self) -> int:
         """Blocks pinned by leases, counted once for each lease."""
         return sum(len(lease.block_ids) for lease in self._leases.values())
@@ -97,39 +79,25 @@ class LeaseTable:
         lease = self._leases.get(key.request)
         return lease is not None and not lease.lent and lease.opened_attempt == key.attempt
 
-    def awaits(self, key: RequestKey) -> bool:
-        """Whether a sink that has attached waits for this offer."""
-        parked = self._parked.get(key.request)
-        return parked is not None and parked.offered == key.attempt
-
     def has_settled(self, key: RequestKey, sink: Incarnation) -> bool:
         """True if this sink was already told `valid` for this pull; its Settle is then a retry."""
         return any((settled, by) == (key, sink) for settled, _, by in self._settled.values())
 
     # --- the offer -----------------------------------------------------------------------------------------------
 
-    def expect(self, key: RequestKey, deadline: float) -> None:
-        """A request waits here for its blocks. Until `deadline`, an attach to it waits too, for `open` or
-        `withdraw`."""
-        self._expected[key.request] = key.attempt, deadline
-        if key.request in self._parked:
-            self._parked[key.request].until = max(self._parked[key.request].until, deadline)
-
     def open(self, key: RequestKey, block_ids: Sequence[int], deadline: float, now: float) -> list[Action]:
         """Pin `block_ids` for a request that has no lease yet, and answer a parked attach."""
-        self._expected.pop(key.request, None)
         actions: list[Action] = []
         held = self._leases.get(key.request)
         if held is not None and held.lent:  # lent under the request's own name: its sink is faulty
             actions += self._drop(held, Cause.SUPERSEDED, "the name is a request's")
         lease = self._pin(key, block_ids, deadline, now)
-        parked = self._parked.get(key.request)
-        if parked is None or parked.offered > key.attempt:
+        parked = self.parked.take(key.request, key.attempt)
+        if parked is None:
             return actions
-        del self._parked[key.request]
         if parked.offered < key.attempt:
-            return [*actions, *self._refuse_parked((key.request, parked), Cause.SUPERSEDED, "a newer attempt arrived")]
-        return [*actions, *self._bind(lease, parked.attempt, parked.sink)]
+            return [*actions, parked.refusal(Cause.SUPERSEDED, "a newer attempt arrived")]
+        return [*actions, *self._bind(lease, parked.key.attempt, parked.sink)]
 
     def lend(
         self,
@@ -151,9 +119,9 @@ class LeaseTable:
             lease.checksums.extend(checksums)
             assert len(lease.checksums) == lease.num_ready, "one checksum for each block"
         self._readers.add((key, sink))
-        self._unpark(key, sink)
-        parked = self._parked.pop(key.request, None)
-        refused = [] if parked is None else self._refuse_parked((key.request, parked), Cause.SUPERSEDED, "it was lent")
+        self.parked.unpark(key, sink)
+        parked = self.parked.take(key.request)
+        refused = [] if parked is None else [parked.refusal(Cause.SUPERSEDED, "it was lent")]
         return [*refused, Send(sink, lease.offer(0))]
 
     def blocks_ready(
@@ -218,14 +186,14 @@ class LeaseTable:
                 if finished is not None and finished.opened_attempt == offered:
                     return [Send(sink, replace(each, attempt=message.attempt)) for each in finished.last_words()]
                 return [Send(sink, withdrawn(message.key, Cause.LEASE_LOST, "this offer has ended"))]
-            return self._park(message.key, offered, sink, now)
+            return [*self.parked.park(message.key, offered, sink, now)]
         if message.attempt < lease.key.attempt or offered < lease.opened_attempt:
             return [Send(sink, withdrawn(message.key, Cause.SUPERSEDED, "a newer attempt is attached"))]
         return self._bind(lease, message.attempt, sink)
 
     def settle(self, message: Settle, sink: Incarnation) -> list[Action]:
         """Answer whether the lease was held until now, in this epoch and for this sink. If it was, the lease ends."""
-        self._unpark(message.key, sink)  # a sink that settles has read everything and waits for no offer
+        self.parked.unpark(message.key, sink)  # a sink that settles has read everything and waits for no offer
         lease = self._leases.get(message.request)
         if (
             lease is not None
@@ -245,7 +213,7 @@ class LeaseTable:
         """The sink has given up, and its reads have ended. A lease that still stands waits for another sink; a loan
         ends."""
         self._readers.discard((message.key, sink))
-        self._unpark(message.key, sink)
+        self.parked.unpark(message.key, sink)
         lease = self._leases.get(message.request)
         if lease is not None and lease.key == message.key and lease.sink == sink:
             return self._unbind(lease, now, "detached")
@@ -255,9 +223,7 @@ class LeaseTable:
         """A sink's session opens, opens again, or (without `pulls`) is over. The sink has given up all that `pulls`
         does not name."""
         self._readers -= {reader for reader in self._readers if reader[1] == sink and reader[0] not in pulls}
-        for request, parked in list(self._parked.items()):
-            if parked.sink == sink and RequestKey(request, parked.attempt) not in pulls:
-                del self._parked[request]
+        self.parked.keep(sink, pulls)
         given_up = [lease for lease in self._leases.values() if lease.sink == sink and lease.key not in pulls]
         return [action for lease in given_up for action in self._unbind(lease, now, "given up by its sink")]
 
@@ -270,13 +236,10 @@ class LeaseTable:
         """
         lease = self._leases.get(request)
         if lease is None:
-            attempt, _ = self._expected.pop(request, (0, 0.0))
+            attempt = self.parked.expected(request)
             self._note_end(request, attempt)
-            parked = self._parked.get(request)
-            if parked is None or parked.offered > attempt:
-                return []
-            del self._parked[request]
-            return self._refuse_parked((request, parked), cause, message)
+            parked = self.parked.take(request, attempt)
+            return [] if parked is None else [parked.refusal(cause, message)]
         actions: list[Action] = []
         if lease.sink is not None:
             actions.append(Send(lease.sink, withdrawn(lease.key, cause, message)))
@@ -285,10 +248,7 @@ class LeaseTable:
     def expire(self, now: float) -> list[Action]:
         """End the leases, and refuse the parked attaches, whose time is over: the request's budget, or the wait for a
         sink."""
-        actions: list[Action] = []
-        for request, parked in [item for item in self._parked.items() if item[1].until <= now]:
-            del self._parked[request]
-            actions += self._refuse_parked((request, parked), Cause.LEASE_LOST, "no such prefill arrived")
+        actions: list[Action] = [*self.parked.expire(now)]
         for lease in [lease for lease in self._leases.values() if self._expiry(lease) <= now]:
             self.num_expired += 1
             where = "were offered to a decode worker" if lease.sink is not None else "were waiting for a decode worker"
@@ -317,7 +277,7 @@ class LeaseTable:
         epochs = [lease.epoch for lease in self._leases.values()]
         assert len(set(epochs)) == len(epochs), "two leases in one epoch"
         assert all(epoch <= self._epoch for epoch in epochs)
-        assert len(self._parked) <= MAX_PARKED
+        self.parked.check_invariants({request: lease.opened_attempt for request, lease in self._leases.items()})
         assert len(self._settled) <= MAX_TOMBSTONES
         for request, lease in self._leases.items():
             assert lease.key.request == request, lease.story
@@ -327,9 +287,6 @@ class LeaseTable:
             assert (lease.state is LeaseState.OPEN) == (lease.num_ready == 0), lease.story
             assert lease.complete == (lease.first_tokens is not None), lease.story
             assert not lease.complete or lease.num_ready == len(lease.block_ids), lease.story
-            parked = self._parked.get(request)
-            assert parked is None or parked.offered > lease.opened_attempt, lease.story
-            assert request not in self._expected, lease.story
             assert lease.sink is None or (lease.key, lease.sink) in self._readers, lease.story
             assert not lease.lent or (lease.complete and lease.sink is not None), lease.story
 
@@ -375,27 +332,6 @@ class LeaseTable:
         lease.story.append(why)
         return []
 
-    def _park(self, key: RequestKey, offered: int, sink: Incarnation, now: float) -> list[Action]:
-        """Keep an attach until its Prefill arrives. The number of attaches and the time are bounded."""
-        older = self._parked.get(key.request)
-        if older is not None and older.attempt > key.attempt:
-            return [Send(sink, withdrawn(key, Cause.SUPERSEDED, "a newer attempt has attached"))]
-        actions: list[Action] = []
-        if older is not None and (older.attempt, older.sink) != (key.attempt, sink):
-            actions += self._refuse_parked((key.request, older), Cause.SUPERSEDED, "another sink attached")
-        _, expected_until = self._expected.get(key.request, (0, -math.inf))
-        until = max(now + self._unattached_ttl_s, expected_until)
-        self._parked[key.request] = _Parked(key.attempt, offered, sink, until)
-        self._parked.move_to_end(key.request)
-        if len(self._parked) > MAX_PARKED:
-            actions += self._refuse_parked(self._parked.popitem(last=False), Cause.CAPACITY, "too many parked attaches")
-        return actions
-
-    def _unpark(self, key: RequestKey, sink: Incarnation) -> None:
-        parked = self._parked.get(key.request)
-        if parked is not None and (parked.attempt, parked.sink) == (key.attempt, sink):
-            del self._parked[key.request]
-
     def _drop(self, lease: Lease, cause: Cause, message: str) -> list[Action]:
         actions: list[Action] = []
         if lease.sink is not None:
@@ -419,7 +355,3 @@ class LeaseTable:
             self._ended.move_to_end(request)
             while len(self._ended) > MAX_TOMBSTONES:
                 self._ended.popitem(last=False)
-
-    def _refuse_parked(self, item: tuple[RequestId, _Parked], cause: Cause, message: str) -> list[Action]:
-        request, parked = item
-        return [Send(parked.sink, withdrawn(RequestKey(request, parked.attempt), cause, message))]

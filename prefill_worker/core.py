@@ -109,7 +109,7 @@ class PrefillCore:
             max_waiting=settings.max_waiting,
             ageing_s=settings.ageing_s,
             ttft_target_s=settings.ttft_target_s,
-            seconds_per_token=engine.costs.prefill_s_per_token,
+            costs=engine.costs,
         )
         self._agenda = Agenda(self._decide)
         self.front = Front(self._agenda, self.pool, self.scheduler.trials, self._gateway_of)
@@ -220,7 +220,7 @@ class PrefillCore:
         elif self.front.draining:
             self.front.refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
         elif self.scheduler.full(len(self.masks)) and not work.admitted:
-            message = f"{self.scheduler.num_waiting} requests waiting already"
+            message = f"{len(self.scheduler.waiting)} requests waiting already"
             self.front.refuse(gateway, work.key, Cause.CAPACITY, message)
         else:
             self.requests[work.request] = request
@@ -307,7 +307,7 @@ class PrefillCore:
     def _on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
         """A request's lease has ended, so the request has ended, too, unless a newer attempt has begun."""
         self.pool.release(block_ids)
-        self.scheduler.unpinned(key)
+        self.scheduler.holdings.unpinned(key)
         request = self.requests.get(key.request)
         if request is not None and request.key == key:
             del self.requests[key.request]

@@ -10,6 +10,7 @@ from common.contract.block_hashes import BlockHash
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Prefill, PromptTimes
 from common.contract.tiers import Tier
+from common.engine.block_pool import BlockPool
 from common.engine.grammar import GrammarState
 from common.runtime.state_tables import follow
 from common.scheduling.chunked_prefill import Urgency
@@ -150,6 +151,20 @@ class PrefillRequest:
             prefill_s=now - self.started_at,
             num_cached=self.num_found,
         )
+
+    def cached(self, pool: BlockPool, block_size: int) -> list[int]:
+        """Cached blocks of the prompt's beginning. The last token is always computed, for its logits; so is every token
+        if all are to be scored.
+
+        Only an eviction removes a name from the cache, so until the next eviction earlier matches stay valid.
+        """
+        if self.work.prompt_logprobs is not None:
+            return []
+        if self.matched_at != pool.num_evicted:
+            self.matched, self.matched_at = [], pool.num_evicted
+        unmatched = range(len(self.matched), (len(self.token_ids) - 1) // block_size)
+        self.matched += pool.match(self.block_hashes[index] for index in unmatched)
+        return self.matched
 
     @property
     def num_uncomputed(self) -> int:

@@ -14,21 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from common.contract.block_hashes import BlockChain
-from common.contract.ids import RequestId, RequestKey
+from common.contract.block_hashes import block_hashes
+from common.contract.ids import RequestId
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue, Urgency
+from common.scheduling.costs import Costs
 from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.trials import Trials
+from common.scheduling.turns import MAX_PASSED, Passing, due_at
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.room import Backlog, Horizon, TierHoldings
 
 LOOK_AHEAD = 16
 """Waiting requests that are tried if the first of them does not fit."""
-MAX_PASSED = 16
-"""Number of later requests that may be admitted before a waiting request that does not fit. After that, none may."""
 SHARED_STEP_S = 0.1
 """Longest expected duration, in seconds, of a step that several prompts share. Each prompt waits for the end of the
 step, and so is delayed by those that came after it; longer steps do not compute faster."""
@@ -53,7 +53,7 @@ class PrefillScheduler:
         max_waiting: int,
         ageing_s: float,
         ttft_target_s: Callable[[Tier], float],
-        seconds_per_token: float = 0.0,
+        costs: Costs,
     ) -> None:
         self._pool = pool
         self._block_size = block_size
@@ -61,17 +61,18 @@ class PrefillScheduler:
         self._token_budget = token_budget
         self._max_waiting = max_waiting
         self._ttft_target_s = ttft_target_s
-        self.seconds_per_token = seconds_per_token
-        """Measured seconds to compute a prompt token; 0 if unknown."""
+        self._costs = costs
         self._requests: dict[RequestId, PrefillRequest] = {}
-        self._waiting: FairQueue[PrefillRequest] = FairQueue(ageing_s=ageing_s)
-        self._chunks: ChunkQueue[PrefillRequest] = ChunkQueue(ageing_s=ageing_s)
-        self._on_hold: set[PrefillRequest] = set()
+        self.waiting: FairQueue[PrefillRequest] = FairQueue(ageing_s=ageing_s)
+        """Requests without blocks."""
+        self.running: ChunkQueue[PrefillRequest] = ChunkQueue(ageing_s=ageing_s)
+        """Requests with blocks and tokens to be computed."""
+        self.on_hold: set[PrefillRequest] = set()
+        """Requests with blocks that wait for a prefix to be pulled."""
+        self.holdings = TierHoldings(pool.num_blocks)
         self._deadlines: LazyHeap[PrefillRequest] = LazyHeap()
-        self._holdings = TierHoldings(pool.num_blocks)
         self._backlog_waiting = Backlog()
         self._backlog_running = Backlog()
-        self._num_uncomputed = 0
         self._num_admitted = 0
         self.trials = Trials()
         self.num_prefix_queried = 0
@@ -82,32 +83,14 @@ class PrefillScheduler:
     # --- what others want to know --------------------------------------------------------------------------------
 
     @property
-    def num_waiting(self) -> int:
-        """Requests without blocks."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests with blocks and tokens to be computed."""
-        return len(self._chunks)
-
-    @property
-    def num_on_hold(self) -> int:
-        """Requests with blocks that wait for a prefix to be pulled."""
-        return len(self._on_hold)
-
-    @property
     def num_uncomputed(self) -> int:
         """Tokens still to be computed, of all requests."""
-        return self._num_uncomputed
+        held = sum(request.num_uncomputed for request in self.on_hold)
+        return self._backlog_waiting.num_tokens + self.running.num_uncomputed + held
 
     def full(self, num_coming: int = 0) -> bool:
         """Whether a new request must be refused because too many wait. `num_coming` requests are about to be added."""
-        return len(self._waiting) + num_coming >= self._max_waiting
-
-    def get(self, request: RequestId) -> PrefillRequest | None:
-        """The request with this id; None if it is not here."""
-        return self._requests.get(request)
+        return len(self.waiting) + num_coming >= self._max_waiting
 
     def requests(self) -> list[PrefillRequest]:
         """Every request: waiting, running and on hold."""
@@ -121,12 +104,12 @@ class PrefillScheduler:
         """Number of blocks that must be released before the next waiting request fits; 0 if it fits, or if none waits
         for blocks."""
         horizons = self._horizons(now)
-        for request in self._waiting.first(now, LOOK_AHEAD):
+        for request in self.waiting.first(now, LOOK_AHEAD):
             if not self._within(horizons, request, now):
                 continue
-            cached = self._cached(request)
+            cached = request.cached(self._pool, self._block_size)
             num_new = self.blocks_for(request) - len(cached)
-            if self._holdings.has_room(request.tier, cached, num_new):
+            if self.holdings.has_room(request.tier, cached, num_new):
                 coming = self._pool.num_free + self._pool.num_limbo  # limbo: free when the steps in flight end
                 return max(0, num_new + self._pool.num_unreferenced(cached) - coming)
         return 0
@@ -137,9 +120,7 @@ class PrefillScheduler:
         """Enqueue a request, which must fit into the pool."""
         assert self.blocks_for(request) <= self._pool.num_blocks
         assert request.key.request not in self._requests, request.key
-        chain = BlockChain(self._block_size, request.work.cache_salt)
-        chain.extend(request.token_ids, len(request.token_ids))
-        request.block_hashes = chain.hashes
+        request.block_hashes = block_hashes(request.token_ids, self._block_size, request.work.cache_salt)
         self._requests[request.key.request] = request
         request.enter(PromptEvent.ENQUEUE)
         self.trials.add(request.key, request.work.suspicion)
@@ -157,31 +138,29 @@ class PrefillScheduler:
 
     def hold(self, request: PrefillRequest) -> None:
         """Compute nothing of `request`, which has just been admitted, until `resume`."""
-        assert request in self._chunks, request.key
-        assert not self._chunks.in_flight(request), request.key
+        assert request in self.running, request.key
+        assert not self.running.in_flight(request), request.key
         self._stop(request)
         request.enter(PromptEvent.HOLD)
-        self._on_hold.add(request)
+        self.on_hold.add(request)
 
     def resume(self, request: PrefillRequest, num_computed: int) -> None:
         """Continue a request on hold. Its blocks hold valid KV of tokens `[0, num_computed)`; `num_computed` is a
         multiple of the block size, and at least what it was before."""
         assert request.num_computed <= num_computed < len(request.token_ids), (request.key, num_computed)
         assert num_computed % self._block_size == 0, (request.key, num_computed)
-        self._on_hold.remove(request)
+        self.on_hold.remove(request)
         request.enter(PromptEvent.RESUME)
         self._name(request, request.num_computed, num_computed)
-        self._num_uncomputed -= num_computed - request.num_computed
         request.num_computed = request.num_found = num_computed
         self._compute(request)
 
     def requeue(self, request: PrefillRequest) -> None:
         """Let a request on hold wait for other blocks, because a read may still write to those that it had."""
-        self._on_hold.remove(request)
+        self.on_hold.remove(request)
         request.enter(PromptEvent.REQUEUE)
-        self._num_uncomputed -= request.num_uncomputed
         self._release(request)
-        self._holdings.end(request.key)
+        self.holdings.end(request.key)
         request.num_computed = 0
         self._enqueue(request)
 
@@ -189,7 +168,8 @@ class PrefillScheduler:
 
     def schedule(self, now: float) -> list[Chunk[PrefillRequest]]:
         """The next step: chunks of running prompts, in order, within the token budget."""
-        chunks = self._chunks.schedule(self._step_tokens(), self._chunk_size, now, self._permitted(now))
+        permitted = self.trials.permitted(self.running, lambda request: request.key, now)
+        chunks = self.running.schedule(self._step_tokens(), self._chunk_size, now, permitted)
         for chunk in chunks:
             if chunk.prompt.started_at is None:
                 chunk.prompt.started_at = now
@@ -198,18 +178,12 @@ class PrefillScheduler:
     def _step_tokens(self) -> int:
         """Most tokens of the next step: the first prompt's chunk, and chunks of others as long as the step is expected
         to be short."""
-        if not self.seconds_per_token:
+        seconds_per_token = self._costs.prefill_s_per_token
+        if not seconds_per_token:
             return self._token_budget
-        num_first = next((num for prompt in self._chunks if (num := self._chunks.num_unscheduled(prompt))), 0)
-        shared = int(SHARED_STEP_S / self.seconds_per_token)
+        num_first = next((num for prompt in self.running if (num := self.running.num_unscheduled(prompt))), 0)
+        shared = int(SHARED_STEP_S / seconds_per_token)
         return min(self._token_budget, max(shared, min(num_first, self._chunk_size)))
-
-    def _permitted(self, now: float) -> Callable[[PrefillRequest], bool] | None:
-        """Predicate of requests that the next step may compute; None if there are no suspects."""
-        if not self.trials:
-            return None
-        chosen = self.trials.choose({request.key for request in self._chunks}, now)
-        return lambda request: request.key in chosen
 
     def step_done(self, chunks: Sequence[Chunk[PrefillRequest]]) -> list[Chunk[PrefillRequest]]:
         """Account for a finished step; returns its chunks of requests that are still here.
@@ -217,15 +191,14 @@ class PrefillScheduler:
         Blocks that have become full enter the prefix cache, and the tenants are charged. A request whose last chunk is
         done leaves, and drops its own references to its blocks; its lease has others.
         """
-        live = self._chunks.step_done(chunks)
+        live = self.running.step_done(chunks)
         for chunk in live:
             request = chunk.prompt
-            self._num_uncomputed -= chunk.end - chunk.start
             self._backlog_running.change(request.tier, request.length, chunk.start - chunk.end)
-            self._waiting.charge(request.tier, request.tenant, chunk.end - chunk.start)
+            self.waiting.charge(request.tier, request.tenant, chunk.end - chunk.start)
             self._name(request, chunk.start, chunk.end)
             if chunk.last:
-                self._holdings.computed(request.key)
+                self.holdings.computed(request.key)
                 request.enter(PromptEvent.COMPUTE)
                 self._forget(request)
         return live
@@ -244,22 +217,17 @@ class PrefillScheduler:
         """Remove a request, whatever its state, and release its blocks. Does nothing if it is not here."""
         if self._requests.get(request.key.request) is request:
             if request.state is not PromptState.WAITING:
-                self._holdings.end(request.key)
+                self.holdings.end(request.key)
             self._forget(request)
-
-    def unpinned(self, key: RequestKey) -> None:
-        """The lease of an admitted request has ended. Does nothing for other requests."""
-        self._holdings.unpinned(key)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def _enqueue(self, request: PrefillRequest) -> None:
-        request.num_cached = len(self._cached(request)) * self._block_size
+        request.num_cached = len(request.cached(self._pool, self._block_size)) * self._block_size
         request.length = request.num_uncomputed
         deadline = self._expected_end(request, self._backlog_waiting, request.arrived)
-        self._num_uncomputed += request.length
         self._backlog_waiting.change(request.tier, request.length, request.length)
-        self._waiting.add(request, tier=request.tier, tenant=request.tenant, deadline=deadline, now=request.arrived)
+        self.waiting.add(request, tier=request.tier, tenant=request.tenant, deadline=deadline, now=request.arrived)
 
     def _expected_end(self, request: PrefillRequest, backlog: Backlog, now: float) -> float:
         """Monotonic seconds by which the first token is due: `now`, plus the tier's target, plus the expected seconds
@@ -270,28 +238,27 @@ class PrefillScheduler:
         """
         length = request.num_uncomputed
         num_tokens = backlog.before(request.tier, length) + length
-        return now + self._ttft_target_s(request.tier) + num_tokens * self.seconds_per_token
+        return due_at(now, self._ttft_target_s(request.tier), num_tokens, self._costs)
 
     def _compute(self, request: PrefillRequest) -> None:
         request.length = request.num_uncomputed
         self._backlog_running.change(request.tier, request.length, request.length)
-        self._chunks.add(request, request.arrived)
+        self.running.add(request, request.arrived)
 
     def _stop(self, request: PrefillRequest) -> None:
-        if request in self._chunks:
+        if request in self.running:
             self._backlog_running.change(request.tier, request.length, -request.num_uncomputed)
-            self._chunks.remove(request)
+            self.running.remove(request)
 
     def _forget(self, request: PrefillRequest) -> None:
         del self._requests[request.key.request]
         self.trials.discard(request.key)
-        if request in self._waiting:
-            self._waiting.discard(request)
+        if request in self.waiting:
+            self.waiting.discard(request)
             self._backlog_waiting.change(request.tier, request.length, -request.length)
         self._stop(request)
-        self._on_hold.discard(request)
+        self.on_hold.discard(request)
         self._deadlines.discard(request)
-        self._num_uncomputed -= request.num_uncomputed
         self._release(request)
 
     def _release(self, request: PrefillRequest) -> None:
@@ -299,27 +266,24 @@ class PrefillScheduler:
         request.block_table = []
 
     def _admit_some(self, horizons: Mapping[Tier, Horizon], now: float) -> list[PrefillRequest]:
-        """Try the next few requests. A request that does not fit lets others pass, `MAX_PASSED` times. A request beyond
-        the horizon of its tier does not count as passed, because it is not its turn yet."""
+        """Try the next few requests. A request that does not fit lets others pass. A request beyond the horizon of its
+        tier does not count as passed, because it is not its turn yet."""
         admitted: list[PrefillRequest] = []
-        refused: list[tuple[PrefillRequest, int]] = []
-        for request in self._waiting.first(now, LOOK_AHEAD):
+        passing = Passing()
+        for request in self.waiting.first(now, LOOK_AHEAD):
             rank = request.tier.rank
-            if not self._within(horizons, request, now):
+            if not self._within(horizons, request, now) or not passing.may_go(rank):
                 continue
-            if any(other.num_passed >= MAX_PASSED and rank >= rival_rank for other, rival_rank in refused):
-                continue
-            cached = self._cached(request)
+            cached = request.cached(self._pool, self._block_size)
             rival_rank = self._rival_rank(request, cached)
             if rival_rank is not None:
-                refused.append((request, rival_rank))
+                passing.refuse(request, rival_rank)
                 continue
             self._start(request, cached, now)
             admitted.append(request)
+            passing.went(rank)
             for horizon in horizons.values():
                 horizon.add(request)
-            for other, rival_rank in refused:
-                other.num_passed += rank >= rival_rank
         return admitted
 
     def _rival_rank(self, request: PrefillRequest, cached: Sequence[int]) -> int | None:
@@ -329,23 +293,21 @@ class PrefillScheduler:
         num_new = self.blocks_for(request) - len(cached)
         if num_new > self._pool.num_free or num_new + self._pool.num_unreferenced(cached) > self._pool.num_free:
             return 0
-        return None if self._holdings.has_room(request.tier, cached, num_new) else request.tier.rank
+        return None if self.holdings.has_room(request.tier, cached, num_new) else request.tier.rank
 
     def _start(self, request: PrefillRequest, cached: list[int], now: float) -> None:
         """Give `request` its blocks. There must be room."""
-        self._waiting.take(request, now)
+        self.waiting.take(request, now)
         request.enter(PromptEvent.ADMIT)
         self._backlog_waiting.change(request.tier, request.length, -request.length)
         request.matched = []
         self._pool.share(cached)
         request.block_table = cached + self._pool.allocate(self.blocks_for(request) - len(cached))
-        self._num_uncomputed -= request.num_uncomputed
         request.num_cached = request.num_found = request.num_computed = len(cached) * self._block_size
-        self._num_uncomputed += request.num_uncomputed
         request.urgency = self._urgency(request, now)
         self._num_admitted += 1
         self._compute(request)
-        self._holdings.begin(request.key, request.tier, request.block_table)
+        self.holdings.begin(request.key, request.tier, request.block_table)
         self.num_prefix_queried += len(request.token_ids)
         self.num_prefix_hit += request.num_cached
 
@@ -354,26 +316,12 @@ class PrefillScheduler:
         tiers have; another tier has what the higher ones leave."""
         horizons = {}
         for tier in Tier:
-            if self._waiting.num_in(tier):
-                first_rank = tier.rank if self._waiting.aged(tier, now) else 0
-                prompts = self._chunks.from_rank(first_rank)
+            if self.waiting.num_in(tier):
+                first_rank = tier.rank if self.waiting.aged(tier, now) else 0
+                prompts = self.running.from_rank(first_rank)
                 num_tokens = STEPS_AHEAD * self._token_budget
                 horizons[tier] = Horizon(prompts, first_rank, num_tokens, self._chunk_size)
         return horizons
-
-    def _cached(self, request: PrefillRequest) -> list[int]:
-        """Cached blocks of the prompt's beginning. The last token is always computed, for its logits; so is every token
-        if all are to be scored.
-
-        Only an eviction removes a name from the cache, so until the next eviction earlier matches stay valid.
-        """
-        if request.work.prompt_logprobs is not None:
-            return []
-        if request.matched_at != self._pool.num_evicted:
-            request.matched, request.matched_at = [], self._pool.num_evicted
-        unmatched = range(len(request.matched), (len(request.token_ids) - 1) // self._block_size)
-        request.matched += self._pool.match(request.block_hashes[index] for index in unmatched)
-        return request.matched
 
     def _urgency(self, request: PrefillRequest, now: float) -> Urgency:
         """The request's urgency if it is admitted now. It is computed from `now`; time spent queueing gives no
@@ -390,29 +338,29 @@ class PrefillScheduler:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        self._waiting.check_invariants()
-        self._chunks.check_invariants()
+        self.waiting.check_invariants()
+        self.running.check_invariants()
         self._deadlines.check_invariants()
-        places = [*self._waiting, *self._chunks, *self._on_hold]
+        places = [*self.waiting, *self.running, *self.on_hold]
         assert len(places) == len(self._requests), "a request is in two places, or in none"
         assert set(places) == set(self._requests.values())
-        assert self._num_uncomputed == sum(request.num_uncomputed for request in places)
-        assert self._backlog_waiting.num_tokens == sum(request.num_uncomputed for request in self._waiting)
-        assert self._backlog_running.num_tokens == self._chunks.num_uncomputed
+        assert self.num_uncomputed == sum(request.num_uncomputed for request in places)
+        assert self._backlog_waiting.num_tokens == sum(request.num_uncomputed for request in self.waiting)
+        assert self._backlog_running.num_tokens == self.running.num_uncomputed
         self._backlog_waiting.check_invariants()
         self._backlog_running.check_invariants()
         assert set(self._deadlines) <= set(places)
-        for request in self._waiting:
+        for request in self.waiting:
             assert request.state is PromptState.WAITING, request.story
             assert not request.block_table
             if request.matched_at == self._pool.num_evicted:
                 assert request.matched == self._pool.match(request.block_hashes[: len(request.matched)])
             assert request.num_computed == 0
             assert request.num_passed <= MAX_PASSED
-        assert all(request.state is PromptState.RUNNING for request in self._chunks)
-        assert all(request.state is PromptState.ON_HOLD for request in self._on_hold)
-        for request in (*self._chunks, *self._on_hold):
+        assert all(request.state is PromptState.RUNNING for request in self.running)
+        assert all(request.state is PromptState.ON_HOLD for request in self.on_hold)
+        for request in (*self.running, *self.on_hold):
             assert len(request.block_table) == self.blocks_for(request)
             assert 0 <= request.num_cached <= request.num_computed < len(request.token_ids)
             assert all(self._pool.ref_count(block) > 0 for block in request.block_table)
-        self._holdings.check_invariants({r.key: r.block_table for r in (*self._chunks, *self._on_hold)})
+        self.holdings.check_invariants({r.key: r.block_table for r in (*self.running, *self.on_hold)})

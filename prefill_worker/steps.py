@@ -87,7 +87,6 @@ class Steps:
     def plan(self, before: Work | None) -> None:
         """Admit prompts that fit and plan the next step, now that the blocks of `wanted` are free."""
         now = self._agenda.now
-        self._scheduler.seconds_per_token = self._costs.prefill_s_per_token
         for request in self._scheduler.admit(now):
             prefix = self._prefix_pulls.consider(request, now)
             if prefix is None:

@@ -32,8 +32,8 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
     return Heartbeat(
         number=number,
         steps=core.engine.num_steps,
-        running=scheduler.num_running,
-        waiting=scheduler.num_waiting + scheduler.num_on_hold + len(core.masks),
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting) + len(scheduler.on_hold) + len(core.masks),
         blocks_used=core.pool.num_used,
         blocks_total=core.pool.num_blocks,
         phase=core.phase,
@@ -51,9 +51,9 @@ def counts(core: PrefillCore) -> Mapping[str, object]:
         "blocks_used": pool.num_used,
         "blocks_limbo": pool.num_limbo,
         "blocks_total": pool.num_blocks,
-        "waiting": scheduler.num_waiting,
-        "on_hold": scheduler.num_on_hold,
-        "running": scheduler.num_running,
+        "waiting": len(scheduler.waiting),
+        "on_hold": len(scheduler.on_hold),
+        "running": len(scheduler.running),
         "blocks_cached": pool.num_cached,
         "pulling": core.pulls.num_pulls,
         **core.exchange.counts(),
@@ -66,8 +66,8 @@ def metrics(core: PrefillCore) -> Iterable[Metric]:
     scheduler, pool = core.scheduler, core.pool
     name = core.settings.model
     model = {"model_name": name}
-    yield gauge("vllm:num_requests_running", "Prompts being computed.", scheduler.num_running, model)
-    waiting = scheduler.num_waiting + scheduler.num_on_hold
+    yield gauge("vllm:num_requests_running", "Prompts being computed.", len(scheduler.running), model)
+    waiting = len(scheduler.waiting) + len(scheduler.on_hold)
     text = "Prompts waiting for blocks, or for what another worker holds of them."
     yield gauge("vllm:num_requests_waiting", text, waiting, model)
     yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", pool.num_used / pool.num_blocks, model)

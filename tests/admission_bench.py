@@ -21,8 +21,8 @@ from common.contract.tiers import Tier, by_tier
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
-from gateway.routing.admission import Admission
-from gateway.routing.router import Ask, Expected, Handoff, Router
+from gateway.dispatch.router import Ask, Expected, Handoff, Router
+from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
 from prefill_worker.request import PrefillRequest
@@ -117,13 +117,14 @@ class Run:
             max_waiting=65536,
             ageing_s=30.0,
             ttft_target_s=lambda tier: TARGET_S,
+            costs=self._costs,
         )
         self._told: dict[RequestId, tuple[Given, Expected]] = {}
         self._registry = Registry((P,), (D,), "c")
         for address in (P, D):
             self._registry.opened(address, Incarnation(address), welcome(role_of(address)))
         self._router = Router(self._registry)
-        self._admission = Admission(dict.fromkeys(Tier, TARGET_S))
+        self._ttft_limits = TtftLimits(dict.fromkeys(Tier, TARGET_S))
         self._arrivals: dict[RequestId, Arrival] = {}
         self._stepping = False
         self._received = 0
@@ -151,7 +152,7 @@ class Run:
     def _arrive(self, number: int, arrival: Arrival, now: float) -> None:
         route = self._router.choose(Ask(num_tokens=arrival.num_tokens, tier=Tier.INTERACTIVE, now=now), {})
         assert isinstance(route, Handoff)
-        if self._admission.refusal(Tier.INTERACTIVE, route.expected, now) is not None:
+        if self._ttft_limits.refusal(Tier.INTERACTIVE, route.expected, now) is not None:
             self._outcome.refused += 1
             return
         given = Given(number=number, tier=Tier.INTERACTIVE, num_tokens=arrival.num_tokens, at=now)
@@ -172,7 +173,7 @@ class Run:
     def _first_token(self, arrival: Arrival, given: Given, expected: Expected, now: float) -> None:
         ttft_s = now - arrival.at
         self._outcome.on_time += ttft_s <= arrival.limit_s
-        self._admission.observe(Tier.INTERACTIVE, expected, ttft_s, now)
+        self._ttft_limits.observe(Tier.INTERACTIVE, expected, ttft_s, now)
         self._at(now + PULL_S, lambda at: self._registry.left(P, Incarnation(P), given, at))
 
     # --- the worker ---
@@ -185,7 +186,6 @@ class Run:
             self._step(now)
 
     def _step(self, now: float) -> None:
-        self._scheduler.seconds_per_token = self._costs.prefill_s_per_token
         self._scheduler.admit(now)
         chunks = self._scheduler.schedule(now)
         self._stepping = bool(chunks)
@@ -204,7 +204,7 @@ class Run:
                 request = chunk.prompt.work.request
                 given, expected = self._told.pop(request)
                 arrival = self._arrivals.pop(request)
-                self._scheduler.unpinned(chunk.prompt.key)
+                self._scheduler.holdings.unpinned(chunk.prompt.key)
                 self._at(now + HOP_S, partial(self._first_token, arrival, given, expected))
         self._step(now)
 
@@ -213,8 +213,8 @@ class Run:
             number=1,
             sent=0,
             steps=self._steps,
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
             blocks_used=0,
             blocks_total=8192,
             phase=Phase.SERVING,

@@ -16,7 +16,7 @@ from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from decode_worker.entrance import Reservation
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation
+from decode_worker.request import DecodeRequest, Generation, Stage
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from kv_transfer.sink import Pull
@@ -157,11 +157,11 @@ class Bench:
         """It is done: everybody in it has a token more; `ends` their last one."""
         self.pool.step_finished(self._number)
         for generation in step.decodes:
-            if self.scheduler.is_running(generation):
+            if generation.stage is Stage.RUNNING:
                 self._advance(generation, ends)
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last and chunk.prompt.generation is not None:
-                self.scheduler.recomputed(chunk.prompt.generation, self.now)
+                self.scheduler.sequences.recomputed(chunk.prompt.generation, self.now)
                 self._advance(chunk.prompt.generation, ends)
             elif chunk.last:
                 self.scheduler.computed(chunk.prompt.request, first_tokens(chunk.prompt.request), self.now)
@@ -197,7 +197,7 @@ class Bench:
     @property
     def num_preemptions(self) -> int:
         """Of either kind."""
-        return self.scheduler.num_swapped + self.scheduler.num_recomputed
+        return self.scheduler.swap.num_swapped + self.scheduler.preemption.num_recomputed
 
     def _advance(self, generation: Generation, ends: Collection[Generation]) -> None:
         sequence = generation.sequence
@@ -205,7 +205,7 @@ class Bench:
         last = generation in ends or sequence.num_output + 1 >= sequence.sampling.max_tokens
         generation.append(sequence.num_tokens, None, "stop" if last else None)
         if last:
-            self.scheduler.remove(generation)
+            self.scheduler.sequences.remove(generation)
 
     # --- the way out ---------------------------------------------------------------------------------------------
 

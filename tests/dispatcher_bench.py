@@ -35,7 +35,7 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed, PromptDelta
 from gateway.workers.registry import Registry
 
@@ -115,6 +115,21 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+def forbid_calling_back(dispatcher: Any) -> None:
+    """From now on it is an error if an action causes another one before it is carried out itself."""
+    carry_out, current = dispatcher._carry_out, list[object]()
+
+    def carry_out_one(request: object, action: object) -> None:
+        assert not current, f"{action} in the middle of {current}"
+        current.append(action)
+        try:
+            carry_out(request, action)
+        finally:
+            current.clear()
+
+    dispatcher._carry_out = carry_out_one
+
+
 class Bench:
     """A dispatcher and workers that the test plays: a prefill and a decode worker, unless told otherwise."""
 
@@ -130,8 +145,9 @@ class Bench:
         self.clock = clock
         self.registry = Registry(prefill, decode, "c")
         self.dispatcher = Dispatcher(new_incarnation(), self.registry, clock, Pulse(), **options)
+        forbid_calling_back(self.dispatcher)
         self.links = {address: Link(address) for address in (*prefill, *decode)}
-        self.dispatcher._links.update(self.links)  # type: ignore[arg-type]
+        self.dispatcher.links._links.update(self.links)  # type: ignore[arg-type]
         for address in self.links if opened else ():
             self.open(address)
         self.tasks: list[asyncio.Task[list[Delta]]] = []
@@ -143,17 +159,17 @@ class Bench:
         """A session opens; the worker still holds some requests."""
         if restarted:
             self.links[address].worker = new_incarnation()
-        self.dispatcher.on_open(self.link(address), welcome(role_of(address), open_requests, **says))
+        self.dispatcher.links.on_open(self.link(address), welcome(role_of(address), open_requests, **says))
 
     def lose(self, address: str, why: str = "silent", *, crashed: bool = False) -> None:
         """The session is over; a process that has crashed has done so half a second ago."""
         if crashed:
             assert isinstance(self.clock, Time), "only in the test's own time"
             self.clock.now += 0.5
-        self.dispatcher.on_lost(self.link(address), why, crashed=crashed)
+        self.dispatcher.links.on_lost(self.link(address), why, crashed=crashed)
 
     def say(self, address: str, message: Message) -> None:
-        self.dispatcher.on_message(self.link(address), message)
+        self.dispatcher.links.on_message(self.link(address), message)
 
     def fail(self, address: str, key: RequestKey, cause: Cause) -> None:
         self.say(address, Failed(request=key.request, attempt=key.attempt, cause=cause, message="why"))
@@ -312,12 +328,12 @@ class Bench:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        assert self.dispatcher.ready().details["in_flight"] == 0
-        assert not self.dispatcher._clients
-        assert not self.dispatcher._waiting
+        assert self.dispatcher.ready().details()["in_flight"] == 0
+        assert not self.dispatcher._by_id
+        assert not self.dispatcher.placement.waiting
         for address in self.links:
             assert self.in_flight(address) == (0,), address
-        self.dispatcher._context.destroy(linger=0)
+        self.dispatcher.links._context.destroy(linger=0)
 
 
 async def failure(task: asyncio.Task[list[Delta]]) -> Cause:

@@ -30,10 +30,20 @@ from common.contract.messages import (
 )
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, Send, WorkerLife
-from gateway.serving.flow import Action, AssignmentOver, Done, Fail, Flow, FlowState, PlacementRequest
+from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.flow import Flow, FlowState
+from gateway.serving.flow_actions import (
+    AssignmentOver,
+    AttemptBegan,
+    Done,
+    Fail,
+    FlowAction,
+    PlacementRequest,
+    Unwanted,
+)
 from gateway.serving.generation import Delta, Generation
 from gateway.serving.suspicion import Crash
+from gateway.workers.worker_life import WorkerLife
 
 P, P2, D, D2, D3 = "p:1", "p:2", "d:1", "d:2", "d:3"
 REQUEST = RequestId("r1")
@@ -73,8 +83,8 @@ def moved(choice: int = 0) -> Moved:
     return Moved(request=REQUEST, attempt=1, choice=choice)
 
 
-def place(address: str, life: int = 1) -> WorkerLife:
-    return WorkerLife(address, Incarnation(f"{address}/{life}"))
+def life(address: str, number: int = 1) -> WorkerLife:
+    return WorkerLife(address, Incarnation(f"{address}/{number}"))
 
 
 _ANYTHING: tuple[Message, ...] = (
@@ -143,18 +153,24 @@ class Run:
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def do(self, actions: Iterable[Action]) -> list[Seen]:
+    def do(self, actions: Iterable[FlowAction]) -> list[Seen]:
         """What is said or wanted; who has left is only counted."""
         seen: list[Seen] = []
         for action in actions:
             match action:
-                case Send(part, message):
+                case SendToWorker(part, message):
                     if isinstance(message, Prefill | Decode):
                         assert part not in self.goodbyes, "the same part is given twice"
                         self.goodbyes[part] = []
                     elif isinstance(message, Abort | Ack):
                         self.goodbyes[part].append(message)
-                    seen.append(Sent(part.place.address, self._shown(message)))
+                    seen.append(Sent(part.life.address, self._shown(message)))
+                case AttemptBegan(attempt):
+                    self.attempts.append(attempt)
+                    for part in attempt.assignments:
+                        self.last[part.life.address] = (attempt, part)
+                case Unwanted():
+                    pass
                 case AssignmentOver(part):
                     assert part in self.goodbyes
                     self._left[part] += 1
@@ -177,13 +193,13 @@ class Run:
         """Workers for what is wanted: the one thing, unless told otherwise."""
         if want is None:
             (want,) = self.flow.wants
-        first_life = None if prefill is None else place(prefill)
-        return self._begun(self.flow.go(want, place(decode), first_life, budget_s, prefix, now=self.now))
+        first = None if prefill is None else life(prefill)
+        return self.do(self.flow.go(want, life(decode), first, budget_s, prefix, now=self.now))
 
     def move(self, decode: str, choice: int = 0, *, source: str = D) -> list[Seen]:
         """Let a running sequence leave its worker."""
-        attempt, each = next(pair for pair in self.flow.movable(source) if pair[1].index == choice)
-        return self._begun(self.flow.move(attempt, each, place(decode), 5, now=self.now))
+        attempt, each = next(pair for pair in self.flow.attempts.movable(source) if pair[1].index == choice)
+        return self.do(self.flow.move(attempt, each, life(decode), 5, now=self.now))
 
     def on(self, address: str, *messages: Any, attempt: Attempt | None = None) -> list[Seen]:
         """Messages about the newest part there, or about an attempt's, whatever their names."""
@@ -191,7 +207,7 @@ class Run:
         for message in messages:
             about, part = self.last[address]
             if attempt is not None:
-                about, part = attempt, next(each for each in attempt.assignments if each.place.address == address)
+                about, part = attempt, next(each for each in attempt.assignments if each.life.address == address)
             message = replace(message, request=part.key.request, attempt=part.key.attempt)
             seen += self.do(self.flow.on_message(about, part, message))
         return seen
@@ -268,20 +284,14 @@ class Run:
                 assert self.flow.on_message(attempt, part, message) == []
             for known in (False, True):
                 assert self.flow.on_resync(attempt, part, known=known) == []
-            assert self.flow.worker_lost(part.place.address, "dead", Crash(self.now)) == []
-            assert self.flow.movable(part.place.address) == []
-            assert self.flow.keys_at(part.place.address) == []
+            assert self.flow.worker_lost(part.life.address, "dead", Crash(self.now)) == []
+            assert self.flow.attempts.movable(part.life.address) == []
+            assert self.flow.keys_at(part.life.address) == []
         assert self.flow.fail(Cause.DEADLINE, "late") == []
         assert self.flow.cancel() == []
         assert (self.flow.state, self.flow.story) == (state, story)
 
     # --- the steps between ---------------------------------------------------------------------------------------
-
-    def _begun(self, actions: list[Action]) -> list[Seen]:
-        self.attempts.append(self.attempt)
-        for part in self.attempt.assignments:
-            self.last[part.place.address] = (self.attempt, part)
-        return self.do(actions)
 
     def _shown(self, message: Any) -> Message:
         """The message, with names that do not depend on chance."""

@@ -1,4 +1,4 @@
-"""The choice of workers as it is defined, one worker after the other: what `gateway.routing.router` must choose."""
+"""The choice of workers as it is defined, one worker after the other: what `gateway.dispatch.router` must choose."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from common.contract.messages import PrefixHint, Role
 from common.contract.tiers import Tier
-from gateway.routing.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill
-from gateway.serving.attempt import WorkerLife
+from gateway.dispatch.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import WorkerView
 
 Cached = Mapping[WorkerLife, int]
@@ -72,23 +72,23 @@ def fitting(caution: Caution, workers: list[WorkerView]) -> list[WorkerView]:
 
 
 def beside(caution: Caution, workers: list[WorkerView]) -> list[WorkerView]:
-    return [worker for worker in workers if worker.place in caution.beside] or workers
+    return [worker for worker in workers if worker.life in caution.beside] or workers
 
 
 def able(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
-    workers = [worker for worker in fitting(caution, workers) if worker.place not in caution.too_small]
+    workers = [worker for worker in fitting(caution, workers) if worker.life not in caution.too_small]
     workers = [worker for worker in workers if holds(worker, ask.most_tokens)] or workers
-    return workers if caution.admitted else [worker for worker in workers if worker.place not in caution.avoid]
+    return workers if caution.admitted else [worker for worker in workers if worker.life not in caution.avoid]
 
 
 def decode_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
     workers = [worker for worker in able(caution, workers, ask) if not (caution.admitted and worker.full)]
-    return beside(caution, [worker for worker in workers if worker.place not in caution.avoid] or workers)
+    return beside(caution, [worker for worker in workers if worker.life not in caution.avoid] or workers)
 
 
 def prefill_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
     shunned = caution.avoid | caution.too_small
-    workers = [worker for worker in fitting(caution, workers) if worker.place not in shunned]
+    workers = [worker for worker in fitting(caution, workers) if worker.life not in shunned]
     return beside(caution, [w for w in workers if holds(w, ask.num_tokens) and not (caution.admitted and w.full)])
 
 
@@ -106,7 +106,7 @@ def choose(
     if turn is not None:
         prefill, decode, cached = prefill and [prefill[turn % len(prefill)]], [decode[turn % len(decode)]], {}
     free = uncrowded(decode)
-    near = [w for w in free if ask.num_tokens - cached.get(w.place, 0) <= local_prefill_tokens]
+    near = [w for w in free if ask.num_tokens - cached.get(w.life, 0) <= local_prefill_tokens]
     if registry.colocated:
         return local(ask, free, cached, LocalPrefill.COLOCATED)
     if not prefill:
@@ -129,7 +129,7 @@ def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> 
         return (
             room_s(worker, ask.tier, ask.num_choices),
             int(occupancy(worker) / (1 / 16)),
-            -cached.get(worker.place, 0) if worker in seekable else 0,
+            -cached.get(worker.life, 0) if worker in seekable else 0,
             worker.in_flight,
             worker.address,
         )
@@ -138,22 +138,22 @@ def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> 
 
 
 def handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cached: Cached) -> Handoff:
-    holder = least([*prefill, *decode], lambda w: -cached.get(w.place, 0))
-    most = cached.get(holder.place, 0)
+    holder = least([*prefill, *decode], lambda w: -cached.get(w.life, 0))
+    most = cached.get(holder.life, 0)
 
     def own_s(worker: WorkerView) -> float:
-        return prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0), most)
+        return prompt_s(worker, ask.num_tokens, cached.get(worker.life, 0), most)
 
     def ready_s(worker: WorkerView) -> float:
         return queue_s(worker, ask.tier, ask.now) + (0.0 if ask.least_wait else own_s(worker))
 
-    chosen = least(soonest(prefill, ready_s), lambda w: -cached.get(w.place, 0))
-    here = cached.get(chosen.place, 0)
+    chosen = least(soonest(prefill, ready_s), lambda w: -cached.get(w.life, 0))
+    here = cached.get(chosen.life, 0)
     taker = least_loaded_decode(decode, ask, cached)
     return Handoff(
         prefill=chosen,
         decode=taker,
-        prefix=PrefixHint(source=holder.place.source, num_tokens=most) if most > here else None,
+        prefix=PrefixHint(source=holder.life.source, num_tokens=most) if most > here else None,
         num_cached=here,
         expected=Expected(
             queue_s=queue_s(chosen, ask.tier, ask.now),
@@ -167,7 +167,7 @@ def local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefi
     def expected(worker: WorkerView) -> Expected:
         return Expected(
             queue_s=queue_s(worker, ask.tier, ask.now),
-            prompt_s=prompt_s(worker, ask.num_tokens, cached.get(worker.place, 0)),
+            prompt_s=prompt_s(worker, ask.num_tokens, cached.get(worker.life, 0)),
             room_s=room_s(worker, ask.tier, ask.num_choices),
         )
 
@@ -175,7 +175,7 @@ def local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefi
         return expected(worker).wait_s if ask.least_wait else expected(worker).decode_s
 
     chosen = least_loaded_decode(soonest(decode, ready_s), ask, cached)
-    return Local(decode=chosen, num_cached=cached.get(chosen.place, 0), expected=expected(chosen), reason=reason)
+    return Local(decode=chosen, num_cached=cached.get(chosen.life, 0), expected=expected(chosen), reason=reason)
 
 
 def uncrowded(decode: list[WorkerView]) -> list[WorkerView]:

@@ -33,7 +33,7 @@ from gateway.text.tokenizer import ModelTokenizer
 MODEL = "owner/tiny"
 CONTEXT = 256
 BOS, EOS = 0, 1
-READY = Readiness(ready=True, reason="ok", details={"prefill": 1, "decode": 1})
+READY = Readiness(ready=True, reason="ok", details=lambda: {"prefill": 1, "decode": 1})
 STORY = "the quick brown fox jumps over the lazy dog"
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 COMPLETION = {"model": MODEL, "prompt": "hello"}
@@ -300,6 +300,32 @@ async def post(
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with session.post(server.url + path, data=data, headers=headers) as response:
             return response.status, json.loads(await response.read()), response.headers
+
+
+@dataclass
+class Refusing:
+    """A server that refuses whatever a test sends, and so can be shared by many."""
+
+    url: str
+    session: aiohttp.ClientSession
+    generator: ScriptedGenerator
+
+    async def refusal(self, path: str, body: Any) -> Any:
+        """The answer, of status 400, to a request that generates nothing."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data) as response:
+            answer = json.loads(await response.read())
+            assert response.status == 400, answer
+        assert not self.generator.generations
+        return answer
+
+
+@asynccontextmanager
+async def serve_refusing(**options: Any) -> AsyncIterator[Refusing]:
+    """Serve, with the options of `serve`."""
+    generator = ScriptedGenerator()
+    async with serve(generator, **options) as server, aiohttp.ClientSession() as session:
+        yield Refusing(server.url, session, generator)
 
 
 def assert_error(answer: Any, param: str | None, code: str | None = None) -> None:

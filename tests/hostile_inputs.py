@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+import bad_fields
+from bad_fields import nested
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BAD: Final = frozenset({400})
 FINE: Final = frozenset({200})
@@ -59,10 +62,6 @@ def _chat(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4} | fields
 
 
-def _nested(opening: str, inner: str, closing: str, depth: int) -> bytes:
-    return (opening * depth + inner + closing * depth).encode()
-
-
 def _schema_of_depth(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
@@ -70,164 +69,40 @@ def _schema_of_depth(depth: int) -> dict[str, Any]:
     return schema
 
 
-_NOT_JSON: Final[dict[str, bytes]] = {
-    "nothing": b"",
-    "spaces": b" " * 1000,
-    "null bytes": b"\0" * 100,
-    "a null byte within": b'{"prompt": "a\0b"}',
-    "random bytes": random.Random(1).randbytes(5000),
-    "half an object": b'{"prompt": "hello"',
-    "an unfinished string": b'{"prompt": "hello',
-    "two objects": b'{"prompt": "a"}{"prompt": "b"}',
-    "single quotes": b"{'prompt': 'hello'}",
-    "a comment": b'{"prompt": "hello"} // x',
-    "a comma too many": b'{"prompt": "hello",}',
-    "NaN": b'{"prompt": "hello", "temperature": NaN}',
-    "Infinity": b'{"prompt": "hello", "temperature": Infinity}',
-    "-Infinity": b'{"prompt": "hello", "logit_bias": {"1": -Infinity}}',
-    "a number of 5000 digits": b'{"prompt": "hello", "seed": ' + b"9" * 5000 + b"}",
-    "a number of 500000 digits": b'{"prompt": "hello", "seed": ' + b"9" * 500_000 + b"}",
-    "hex": b'{"prompt": "hello", "seed": 0x10}',
-    "invalid UTF-8": b'{"prompt": "\xff\xfe\xfd"}',
-    "overlong UTF-8": b'{"prompt": "\xc0\xaf"}',
-    "cut UTF-8": '{"prompt": "日本'.encode()[:-1] + b'"}',
-    "a bare carriage return": b'{"prompt": "a\rb"}',
-    "90000 arrays": _nested("[", "", "]", 90_000),
-    "90000 objects": _nested('{"a":', "1", "}", 90_000),
-    "90000 brackets": b"[" * 90_000,
-    "90000 braces": b'{"a":' * 90_000,
-    "an array": b"[]",
-    "a string": b'"hello"',
-    "a number": b"1",
-    "null": b"null",
-    "true": b"true",
-    "a form": b"prompt=hello&max_tokens=4",
-    "XML": b"<?xml version='1.0'?><!DOCTYPE a [<!ENTITY b SYSTEM 'file:///etc/passwd'>]><a>&b;</a>",
-    "multipart": b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nhello\r\n--x--\r\n',
-    "a pickle": b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system\x94\x93\x94.",
-    "a YAML object": b"!!python/object/apply:os.system ['true']",
-    "UTF-16 without its mark, cut": '{"prompt": "hello"}'.encode("utf-16-le")[:-1],
-}
-
 _FIELDS: Final[dict[str, tuple[object, ...]]] = {
-    "prompt": (
-        None,
-        "",
-        [],
-        {},
-        [[]],
-        [""],
-        ["a", 1],
-        [1, "a"],
-        [None],
-        [True],
-        [-1],
-        [2**31],
-        [2**63],
-        [10**30],
-        [1.5],
-        [5] * 300,
-        [[5]] * 2049,
-        ["x"] * 2049,
-        [[[5]]],
-        "\ud800",
-        ["ok", "\udfff"],
-        "x" * 500_000,
-        "\0" * 10_000,
-    ),
-    "model": ("", "x" * 10_000, 1, [], "../../etc/passwd", "owner/tiny\0", "\ud800", {}),
-    "max_tokens": (-1, 2**31, 2**63, 10**100, 1e308, 1.5, "4", True, [], {}),
-    "min_tokens": (-1, 2**63, "1", 5),
-    "temperature": (-1, 101, 1e309, "hot", True, [], {}),
-    "top_p": (-1, 1.0001, 1e309, "x"),
-    "top_k": (-2, 2**63, 1.5, "x"),
-    "min_p": (-0.1, 1.1, "x"),
-    "repetition_penalty": (0, -1, 1e309, 101),
-    "presence_penalty": (-2.1, 2.1, 1e309),
-    "frequency_penalty": (-2.1, 2.1, "x"),
-    "seed": (-2, 2**63, 1.5, "1"),
-    "n": (0, -1, 17, 10**6, 2**63, 1.5, "2", True),
-    "stop": ("", [""], ["a", ""], [1], {}, ["a"] * 17, ["a"] * 90_000, "x" * 1025, "\ud800", [None]),
-    "stop_token_ids": ([-1], [2**31], ["1"], [1.5], [5] * 65, [5] * 90_000, ["x"] * 90_000, {}, [None]),
-    "logit_bias": (
-        [],
-        "x",
-        {"a": 1},
-        {"-1": 1},
-        {"1e3": 1},
-        {"01": 1},
-        {"1": "x"},
-        {"1": 101},
-        {"1": 1e309},
-        {"1": None},
-        {"1": True},
-        {"99999999999": 1},
-        {"1" * 5000: 1},
-        {"١": 1},
-        {"5000": 1},
-        {str(token): 1 for token in range(1025)},
-        {str(token): 1 for token in range(50_000)},
-    ),
-    "stream": ("true", 1, [], {}),
-    "stream_options": ({}, {"include_usage": True}, {"include_usage": "x"}, [], "x"),
-    "user": (1, [], {}, "\ud800"),
-    "service_tier": ("gold", 1, [], {}, "x" * 10_000, "\ud800"),
-    "cache_salt": ("", "x" * 129, 1, [], "\ud800"),
+    "prompt": ([[5]] * 2049, [[[5]]], [1.5], ["ok", "\udfff"], "x" * 500_000, "\0" * 10_000),
+    "model": ("", "x" * 10_000, [], "../../etc/passwd", "owner/tiny\0", "\ud800", {}),
+    "max_tokens": (2**63, 10**100, 1.5, "4", True, [], {}),
+    "n": (10**6, 2**63),
+    "stop": (["a"] * 90_000, [None]),
+    "stop_token_ids": ([5] * 90_000, ["x"] * 90_000, [1.5]),
+    "logit_bias": ({"1e3": 1}, {str(token): 1 for token in range(50_000)}),
+    "service_tier": ("x" * 10_000,),
     "response_format": (
-        {},
-        [],
-        "json",
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {}},
-        {"type": "json_schema", "json_schema": {"schema": "not a schema"}},
-        {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
-        {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://127.0.0.1:1/x"}}},
         {"type": "json_schema", "json_schema": {"schema": {"$ref": "file:///etc/passwd"}}},
         {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}},
         {"type": "json_schema", "json_schema": {"schema": {"pattern": "(?=a)"}}},
         {"type": "json_schema", "json_schema": {"schema": {"minLength": 2**62, "type": "string"}}},
         {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 0, "type": "number"}}},
-        {"type": "json_schema", "json_schema": {"schema": "\ud800"}},
     ),
-    "guided_regex": (
-        "(",
-        "[",
-        "((((((((((a{9}){9}){9}){9}){9}){9}){9}){9}){9}){9}",
-        "(?!a)",
-        r"\1",
-        1,
-    ),
-    "guided_choice": ([], [""], ["a"] * 1025, [1] * 90_000, "a", ["\ud800"]),
-    "guided_grammar": ("", "start: a", "start: /(/", "x" * 70_000, "(" * 50_000, 1),
-    "guided_json": ("{", "[]", 1, [], "[" * 10_000),
-    "structured_outputs": ({"unknown": 1}, {"regex": "("}, {"json": 1}, [], {"regex": "a", "json": "{}"}),
-    "tools": ([{"type": "function"}], 1),
-    "best_of": (2, "x"),
-    "suffix": ("x",),
-    "prompt_logprobs": (-1, 21, 2**63, "x", 1.5, True),
-    "logprobs": (-1, 21, 2**63, "x", 1.5),
-    "echo": ("x", 1),
+    "guided_regex": ("((((((((((a{9}){9}){9}){9}){9}){9}){9}){9}){9}){9}", r"\1"),
+    "guided_choice": ([1] * 90_000,),
+    "guided_grammar": ("", "start: /(/", "x" * 70_000, "(" * 50_000),
+    "guided_json": ("[" * 10_000,),
+    "prompt_logprobs": (-1, 21, 2**63),
 }
-"""Values of a completion's fields, each of which is refused."""
+"""Values of a completion's fields that are larger or stranger than those of `bad_fields`; each is refused."""
 
 _MESSAGES: Final[dict[str, object]] = {
-    "none": [],
-    "null": None,
-    "a string": "hello",
     "an object": {"role": "user", "content": "x"},
     "of null": [None],
-    "of strings": ["hello"],
     "of 45000 empty objects": [{}] * 45_000,
     "of 90000 nulls": [None] * 90_000,
     "of 20000 turns": [{"role": "user", "content": "x"}] * 20_000,
-    "no role": [{"content": "x"}],
     "an empty role": [{"role": "", "content": "x"}],
     "a long role": [{"role": "x" * 300, "content": "x"}],
     "an unknown role": [{"role": "root", "content": "x"}],
     "a role that is markup": [{"role": "{{ 7 * 7 }}", "content": "x"}],
-    "no content": [{"role": "user"}],
-    "null content": [{"role": "user", "content": None}],
     "a number as content": [{"role": "user", "content": 1}],
     "an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}}]}],
     "a part without text": [{"role": "user", "content": [{"type": "text"}]}],
@@ -236,7 +111,6 @@ _MESSAGES: Final[dict[str, object]] = {
     "half a surrogate pair": [{"role": "user", "content": "\ud83d"}],
     "half a surrogate pair in a part": [{"role": "user", "content": [{"type": "text", "text": "\ude00"}]}],
     "half a surrogate pair in a name": [{"role": "user", "name": "\ud83d", "content": "x"}],
-    "too long": [{"role": "user", "content": "hello " * 50_000}],
 }
 
 _FINE: Final[dict[str, tuple[str, object]]] = {
@@ -250,7 +124,7 @@ _FINE: Final[dict[str, tuple[str, object]]] = {
     "10000 unknown fields": (COMPLETIONS, _completion(**{f"field{i}": i for i in range(10_000)})),
     "a field's name of 500000 characters": (COMPLETIONS, _completion(**{"x" * 500_000: 1})),
     "a lone surrogate as a field's name": (COMPLETIONS, _completion(**{"\ud800": 1})),
-    "deep values of an unknown field": (COMPLETIONS, b'{"prompt": "a", "x": ' + _nested("[", "", "]", 500) + b"}"),
+    "deep values of an unknown field": (COMPLETIONS, b'{"prompt": "a", "x": ' + nested("[", "", "]", 500) + b"}"),
     "a template in a message": (CHAT, _chat(messages=[{"role": "user", "content": "{{ [].__class__ }}{% for %}"}])),
     "internal fields": (
         CHAT,
@@ -295,13 +169,19 @@ _BOMBS: Final[dict[str, dict[str, Any]]] = {
 
 
 def _bodies() -> Iterator[Hostile]:
-    for name, body in _NOT_JSON.items():
+    for name, body in bad_fields.NOT_JSON.items():
         yield Hostile(f"no JSON object: {name}", post(COMPLETIONS, body), BAD)
     for field, values in _FIELDS.items():
         expected = frozenset({400, 404}) if field == "model" else BAD
         for index, value in enumerate(values):
             body = _json(_completion(**{field: value}))
             yield Hostile(f"{field} {index}: {str(value)[:30]!r}", post(COMPLETIONS, body), expected)
+    for path, fine, cases in (
+        (COMPLETIONS, _completion(), bad_fields.COMMON + bad_fields.COMPLETION),
+        (CHAT, _chat(), bad_fields.COMMON + bad_fields.CHAT),
+    ):
+        for index, (fields, param) in enumerate(cases):
+            yield Hostile(f"{path} {index}: {param}", post(path, _json(fine | fields)), BAD)
     for name, messages in _MESSAGES.items():
         yield Hostile(f"messages: {name}", post(CHAT, _json(_chat(messages=messages))), BAD)
     for name, (path, given) in _FINE.items():
@@ -311,8 +191,8 @@ def _bodies() -> Iterator[Hostile]:
             f"bomb: {name}", post(COMPLETIONS, _json(_completion(**fields))), EITHER | {429}
         )  # many at once wait for each other
     for path, bad in [
-        ("/tokenize", [{}, {"prompt": 1}, {"prompt": "a", "messages": []}, {"messages": [{}] * 45_000}]),
-        ("/detokenize", [{}, {"tokens": "x"}, {"tokens": [-1]}, {"tokens": [2**70]}, {"tokens": ["x"] * 90_000}]),
+        ("/tokenize", [{}, {"prompt": "a", "messages": []}, {"messages": [{}] * 45_000}]),
+        ("/detokenize", [{}, {"tokens": [2**70]}, {"tokens": ["x"] * 90_000}]),
     ]:
         for index, value in enumerate(bad):
             yield Hostile(f"{path} {index}", post(path, _json(value)), BAD)

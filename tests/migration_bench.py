@@ -496,11 +496,11 @@ class Site:
             "leases": lender.num_leases,
             "readers": lender.num_readers,
             "parked": lender.num_parked,
-            "expected": sorted(lender._leases._expected),
+            "expected": sorted(lender._leases.parked._expected),
             "wanted": [message.key for message in core.departures._wanted.values()],
             "cut": sorted(core.departures._cut),
             "arrivals": [request.key for request in core.arrivals._arrivals],
-            "host": core.scheduler.num_host_used,
+            "host": core.scheduler.swap.num_used,
         }
         return {name: count for name, count in counts.items() if count}
 

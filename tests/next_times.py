@@ -11,7 +11,7 @@ from prefill_worker.scheduler import PrefillScheduler
 def next_expiry(table: LeaseTable) -> float:
     """Time at which `table.expire` has something to do next; infinity if never."""
     leases = [table._expiry(lease) for lease in table._leases.values()]
-    return min([*leases, *(parked.until for parked in table._parked.values())], default=math.inf)
+    return min([*leases, *(parked.until for parked in table.parked._parked.values())], default=math.inf)
 
 
 def next_deadline(scheduler: PrefillScheduler) -> float:

@@ -31,7 +31,7 @@ from common.contract.tiers import Tier
 from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
@@ -286,8 +286,8 @@ class Workers:
         """A gateway's dispatcher in this process, connected to the workers; they are lost after `timeout_s`."""
         registry = registry or self.registry()
         dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=timeout_s), **options)
-        running = asyncio.create_task(dispatcher.run())
-        usable = asyncio.create_task(dispatcher.wait_usable())
+        running = asyncio.create_task(dispatcher.links.run())
+        usable = asyncio.create_task(dispatcher.links.wait_usable())
         try:
             await asyncio.wait([running, usable], return_when=asyncio.FIRST_COMPLETED, timeout=30)
             if running.done():
@@ -304,7 +304,7 @@ class Workers:
 
 def all_usable(dispatcher: Dispatcher) -> bool:
     """True if every worker that the dispatcher knows can be given work."""
-    workers: Any = dispatcher.ready().details["workers"]
+    workers: Any = dispatcher.ready().details()["workers"]
     return all(worker["usable"] for worker in workers)
 
 
@@ -376,17 +376,17 @@ class Busy(deque[Given]):
 @contextmanager
 def avoided(registry: Registry, *processes: Process) -> Iterator[None]:
     """As if requests of others kept these workers busy: new ones go elsewhere."""
-    places = [registry.workers[process.facts["control"]].place for process in processes]
-    for place in places:
-        registry.workers[place.address].unseen = Busy(registry.workers[place.address].unseen)
-        registry.took(place.address, BUSY)
+    lives = [registry.workers[process.facts["control"]].life for process in processes]
+    for life in lives:
+        registry.workers[life.address].unseen = Busy(registry.workers[life.address].unseen)
+        registry.took(life.address, BUSY)
     try:
         yield
     finally:
-        for place in places:
-            worker = registry.workers[place.address]
+        for life in lives:
+            worker = registry.workers[life.address]
             worker.unseen = deque(given for given in worker.unseen if given is not BUSY)
-            registry.left(place.address, place.incarnation)
+            registry.left(life.address, life.incarnation)
 
 
 @dataclass

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import BatonError
@@ -51,7 +50,7 @@ class BlockPool:
         # Names added (True) or removed (False) since the last `take_changes`.
         self._changes: dict[BlockHash, bool] = {}
         # Block → last step that started before its release. Entries are in the order of release, so the steps ascend.
-        self._limbo: OrderedDict[int, int] = OrderedDict()
+        self._limbo: dict[int, int] = {}
         # Steps in flight, oldest first. A dict keeps the order, and removes from the middle in O(1).
         self._in_flight: dict[int, None] = {}
         self._last_step = 0
@@ -172,10 +171,10 @@ class BlockPool:
         """
         if not self._prefix_cache:
             return
-        ref_counts, names, named = self._ref_counts, self._names, self._named
+        assert all(map(self._ref_counts.__getitem__, blocks)), f"one of blocks {blocks} is named but nobody holds it"
+        names, set_default = self._names, self._named.setdefault
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            assert ref_counts[block] > 0, f"block {block} is named but nobody holds it"
-            if names[block] is None and named.setdefault(block_hash, block) == block:
+            if names[block] is None and set_default(block_hash, block) == block:
                 names[block] = block_hash
                 self._changes[block_hash] = True
 
@@ -200,6 +199,10 @@ class BlockPool:
         """
         return sum(self._ref_counts[block] == 0 and block not in self._limbo for block in blocks)
 
+    def num_private(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks`, which one sequence holds, no other one holds."""
+        return sum(self._ref_counts[block] == 1 for block in blocks)
+
     @property
     def num_in_flight(self) -> int:
         """Steps that have started and not finished."""
@@ -216,9 +219,9 @@ class BlockPool:
         assert step in self._in_flight, f"step {step} is not in flight"
         del self._in_flight[step]
         oldest = next(iter(self._in_flight), self._last_step + 1)
-        unused = [block for block, _ in takewhile(lambda each: each[1] < oldest, self._limbo.items())]
-        for block in unused:
-            del self._limbo[block]
+        waiting = {block: step for block, step in self._limbo.items() if step >= oldest}
+        unused = list(self._limbo)[: len(self._limbo) - len(waiting)]
+        self._limbo = waiting
         self._set_free(unused)
 
     def check_invariants(self) -> None:

@@ -17,8 +17,8 @@ from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
 from common.contract.tiers import Tier
-from common.scheduling.fair_queue import AGED_SHARE
 from common.scheduling.lazy_heap import LazyHeap
+from common.scheduling.turns import AGED_SHARE, aged
 
 Urgency = tuple[int, float, int]
 """(rank of the tier, deadline, arrival number). The smallest is computed first."""
@@ -77,7 +77,6 @@ class ChunkQueue(Generic[P]):
         self._prompts: dict[Urgency, P] = {}
         self._added: tuple[LazyHeap[P], ...] = tuple(LazyHeap() for _ in Tier)
         """Prompts of each rank, the oldest first."""
-        self._added_at: dict[P, float] = {}
         self._in_flight: dict[P, list[Chunk[P]]] = {}
         """Prompt → its chunks in unfinished steps, in order."""
         self._owed = [0] * len(Tier)
@@ -88,7 +87,7 @@ class ChunkQueue(Generic[P]):
         return len(self._order)
 
     def __contains__(self, prompt: P) -> bool:
-        return prompt in self._added_at
+        return self._prompts.get(prompt.urgency) is prompt
 
     def __iter__(self) -> Iterator[P]:
         """Prompts, the most urgent first."""
@@ -114,13 +113,12 @@ class ChunkQueue(Generic[P]):
         insort(self._order, prompt.urgency)
         self._prompts[prompt.urgency] = prompt
         self._added[prompt.urgency[0]].add(prompt, now)
-        self._added_at[prompt] = now
         self._num_uncomputed += prompt.num_uncomputed
 
     def remove(self, prompt: P) -> None:
         """Remove `prompt`, even while a step computes it: `step_done` then ignores its chunks. Inert if it is not
         queued."""
-        if self._added_at.pop(prompt, None) is None:
+        if prompt not in self:
             return
         del self._order[bisect_left(self._order, prompt.urgency)]
         del self._prompts[prompt.urgency]
@@ -183,8 +181,7 @@ class ChunkQueue(Generic[P]):
         """Give each aged tier below the most urgent one its share of the budget. Returns the rest of the budget."""
         left = token_budget
         for rank in range(self._order[0][0] + 1 if self._order else len(Tier), len(Tier)):
-            oldest = self._added[rank].first()
-            if oldest is None or now - self._added_at[oldest] <= self._ageing_s:
+            if aged(self._added[rank], now - self._ageing_s) is None:
                 self._owed[rank] = 0
                 continue
             owed = self._owed[rank] + token_budget
@@ -213,7 +210,7 @@ class ChunkQueue(Generic[P]):
         """Assert what must hold between any two events."""
         assert self._order == sorted(self._prompts), "out of order"
         assert [prompt.urgency for prompt in self] == self._order, "an urgency has changed"
-        assert set(self) == self._added_at.keys() == {prompt for heap in self._added for prompt in heap}
+        assert set(self) == {prompt for heap in self._added for prompt in heap}
         assert self._num_uncomputed == sum(prompt.num_uncomputed for prompt in self)
         assert all(prompt.num_uncomputed > 0 for prompt in self), "a computed prompt stays"
         for prompt, chunks in self._in_flight.items():

@@ -16,18 +16,16 @@ Pure state: no clock, no I/O. An operation costs as much as the items that it to
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from common.contract.tiers import Tier
 from common.scheduling.lazy_heap import LazyHeap
+from common.scheduling.turns import AGED_SHARE, aged
 
 T = TypeVar("T", bound=Hashable)
 
-AGED_SHARE = 8
-"""An aged lower tier gets one turn in this many."""
 _MIN_SWEEP = 1024
 """Least number of remembered tenants at which absent ones are searched for those that can be forgotten."""
 
@@ -278,7 +276,6 @@ class _Line(Generic[T]):
     """Tenant → its waiting items, by deadline."""
     arrivals: LazyHeap[T] = field(default_factory=LazyHeap)
     """Waiting items, the oldest first."""
-    arrived: dict[T, float] = field(default_factory=dict)
     num_passed: int = 0
     """Turns of higher tiers since this tier's last turn, counted while this tier was aged."""
 
@@ -288,12 +285,10 @@ class _Line(Generic[T]):
             self.counters.begin_waiting(tenant)
         self.queues[tenant].add(item, deadline)
         self.arrivals.add(item, now)
-        self.arrived[item] = now
 
     def discard(self, item: T, tenant: str) -> None:
         self.queues[tenant].discard(item)
         self.arrivals.discard(item)
-        del self.arrived[item]
         if not self.queues[tenant]:
             del self.queues[tenant]
             self.counters.end_waiting(tenant)
@@ -305,11 +300,6 @@ class _Line(Generic[T]):
             items += self.queues[tenant].smallest(num - len(items))
         return items
 
-    def aged(self, before: float) -> bool:
-        """Whether the oldest item arrived before the time `before`."""
-        oldest = self.arrivals.first() if self.arrived else None
-        return oldest is not None and self.arrived[oldest] < before
-
     def check_invariants(self) -> None:
         self.counters.check_invariants()
         self.arrivals.check_invariants()
@@ -317,7 +307,6 @@ class _Line(Generic[T]):
             queue.check_invariants()
         assert set(self.queues) == set(self.counters.least(2**60))
         assert sorted(map(id, self.arrivals)) == sorted(id(item) for queue in self.queues.values() for item in queue)
-        assert self.arrived.keys() == set(self.arrivals)
 
 
 class _Preview(Generic[T]):
@@ -328,7 +317,6 @@ class _Preview(Generic[T]):
         self._num = num
         self._items: list[T] | None = None
         self._taken: set[T] = set()
-        self._oldest: float | None = None
         self.num_passed = line.num_passed
         """Here all turns of higher tiers count: a tier that is not aged now does not become aged before the preview
         ends."""
@@ -339,10 +327,7 @@ class _Preview(Generic[T]):
 
     def aged(self, before: float) -> bool:
         """Whether the oldest item that is left arrived before the time `before`."""
-        if self._oldest is None:
-            left = (item for item in self._line.arrivals.smallest(len(self._taken) + 1) if item not in self._taken)
-            self._oldest = next((self._line.arrived[item] for item in left), math.inf)
-        return self._oldest < before
+        return aged(self._line.arrivals, before, self._taken) is not None
 
     def take(self) -> T:
         """Take the next item."""
@@ -350,7 +335,6 @@ class _Preview(Generic[T]):
             self._items = self._line.first(self._num)
         item = self._items[len(self._taken)]
         self._taken.add(item)
-        self._oldest = None
         self.num_passed = 0
         return item
 
@@ -382,7 +366,7 @@ class FairQueue(Generic[T]):
     def aged(self, tier: Tier, now: float) -> bool:
         """Whether the oldest item in `tier` has waited for more than `ageing_s`, so that the tier gets its share of
         turns whatever waits in higher tiers."""
-        return self._lines[tier].aged(now - self._ageing_s)
+        return aged(self._lines[tier].arrivals, now - self._ageing_s) is not None
 
     def counter(self, tier: Tier, tenant: str) -> float:
         """The service that counts as received by `tenant` in `tier`."""
@@ -407,7 +391,7 @@ class FairQueue(Generic[T]):
         charged meanwhile. Takes none."""
         if not self._places:
             return []
-        lines = [line for line in self._lines.values() if line.arrived]
+        lines = [line for line in self._lines.values() if line.queues]
         if len(lines) == 1:
             return lines[0].first(num)
         order: list[T] = []

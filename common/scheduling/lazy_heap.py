@@ -21,7 +21,7 @@ class LazyHeap(Generic[T]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, T]] = []
-        self._entries: dict[T, int] = {}
+        self._entries: dict[T, tuple[Any, int, T]] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -36,16 +36,19 @@ class LazyHeap(Generic[T]):
     def add(self, item: T, key: Any) -> None:
         """Add `item`, which must not be in the heap."""
         assert item not in self._entries, item
-        number = next(self._numbers)
-        self._entries[item] = number
-        heapq.heappush(self._heap, (key, number, item))
+        entry = self._entries[item] = key, next(self._numbers), item
+        heapq.heappush(self._heap, entry)
+
+    def key(self, item: T) -> Any:
+        """The key with which `item`, which must be in the heap, was added."""
+        return self._entries[item][0]
 
     def discard(self, item: T) -> bool:
         """Remove `item`. Returns whether it was in the heap."""
         if self._entries.pop(item, None) is None:
             return False
         if len(self._heap) > 2 * len(self._entries) + 16:
-            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
+            self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
         return True
 
@@ -55,6 +58,8 @@ class LazyHeap(Generic[T]):
 
     def smallest(self, num: int) -> list[T]:
         """The `num` items with the smallest keys, or all if there are fewer, in order."""
+        if num == 1:  # the most frequent question: no entry has to be taken out to answer it
+            return [self._heap[0][2]] if self._clear_top() else []
         taken: list[tuple[Any, int, T]] = []
         while len(taken) < num and self._clear_top():
             taken.append(heapq.heappop(self._heap))
@@ -65,14 +70,12 @@ class LazyHeap(Generic[T]):
     def _clear_top(self) -> bool:
         """Drop entries of discarded items from the top of the heap. Returns whether an item is left."""
         while self._heap:
-            _, number, item = self._heap[0]
-            if self._entries.get(item) == number:
+            if self._entries.get(self._heap[0][2]) is self._heap[0]:
                 return True
             heapq.heappop(self._heap)
         return False
 
     def check_invariants(self) -> None:
         """Assert that every item has its entry, and that entries of discarded items do not pile up."""
-        entries = {(item, number) for _, number, item in self._heap}
-        assert entries >= set(self._entries.items()), "an item has no entry"
+        assert set(map(id, self._heap)) >= set(map(id, self._entries.values())), "an item has no entry"
         assert len(self._heap) <= 2 * len(self._entries) + 16, "discarded entries pile up"

@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from typing import Final, TypeVar
 
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages import Message, Suspicion, Trial
+
+S = TypeVar("S")
 
 TRIAL_TOKENS: Final = 4
 """A suspect is above suspicion once it has this many tokens beyond the place of the crash."""
@@ -58,6 +60,16 @@ class Trials:
     def discard(self, key: RequestKey) -> None:
         """Remove a request that has left or is no longer a suspect; inert for others."""
         self._suspects.pop(key, None)
+
+    def permitted(
+        self, present: Iterable[S], key_of: Callable[[S], RequestKey], now: float
+    ) -> Callable[[S], bool] | None:
+        """Which of `present`, parts of requests that could be in the next step, may be in it; None if there are no
+        suspects, so that all may. What is left out stays as it is."""
+        if not self:
+            return None
+        chosen = self.choose({key_of(each) for each in present}, now)
+        return lambda each: key_of(each) in chosen
 
     def choose(self, present: Collection[RequestKey], now: float) -> Collection[RequestKey]:
         """Which of the requests `present`, which could be in the next step, may be in it: a group of suspects, one

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from common.contract.tiers import Tier
 from gateway.access.api_keys import MAX_KEYS, MAX_TENANT_CHARS, ApiKey, Keyring
-from gateway.access.rate_limits import Allowance, KeyLimits, KeyMeter, Limit, Refusal
+from gateway.access.rate_limits import Allowance, KeyLimits, KeyMeter, Limit, LimitReached
 from gateway.observability.metrics import GatewayMetrics
 from gateway.web.http_errors import ApiError, invalid
 
@@ -116,14 +116,14 @@ class KeyCaller(Caller):
             headers |= _rate_limit_headers(_HEADERS[limit], allowance)
         return headers
 
-    def _raise(self, refusal: Refusal | None) -> None:
-        if refusal is None:
+    def _raise(self, reached: LimitReached | None) -> None:
+        if reached is None:
             return
-        self._metrics.limited(self._key.name, refusal.limit)
-        message = f"this API key has reached its limit: {refusal.limit}"
-        if refusal.wait_s is not None:
-            message += f"; try again in {math.ceil(refusal.wait_s)} s"
-        raise ApiError(429, message, code=refusal.limit, retry_after_s=refusal.wait_s)
+        self._metrics.limited(self._key.name, reached.limit)
+        message = f"this API key has reached its limit: {reached.limit}"
+        if reached.wait_s is not None:
+            message += f"; try again in {math.ceil(reached.wait_s)} s"
+        raise ApiError(429, message, code=reached.limit, retry_after_s=reached.wait_s)
 
 
 class Callers:

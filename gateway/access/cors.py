@@ -13,7 +13,7 @@ from aiohttp import web
 
 ANY_ORIGIN: Final = "*"
 EXPLAINED: Final = ("route", "prefill", "decode", "cached-tokens", "expected-ttft-ms", "prefix-from", "prefix-tokens")
-"""Suffixes of the `x-baton-*` headers that explain a routing decision (`gateway.routing.router`)."""
+"""Suffixes of the `x-baton-*` headers that explain a routing decision (`gateway.dispatch.router`)."""
 _METHODS: Final = "GET, POST, OPTIONS"
 _EXPOSED: Final = ", ".join(
     (

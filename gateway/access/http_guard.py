@@ -28,33 +28,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"}) | assets.PATH
 _LOG = logging.getLogger(__name__)
 
 
-class Slot:
-    """A request's place among those in flight. It is taken once the body has been read; until then the request occupies
-    only a connection."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._taken = False
-
-    def take(self) -> None:
-        """Take the place. Raises `ApiError`, a 429, if none is free."""
-        assert not self._taken
-        self._guard.check_room()
-        self._taken = True
-        self._guard.num_in_flight += 1
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        """End the request, whether or not it has taken its place."""
-        if self._taken:
-            self._taken = False
-            self._guard.num_in_flight -= 1
-
-
-SLOT: Final = web.RequestKey("slot", Slot)
-"""Request key of a POST's slot."""
+_IN_FLIGHT: Final = web.RequestKey("in_flight", bool)
+"""Request key of a POST that counts as one of those in flight."""
 
 
 class Guard:
@@ -76,7 +51,7 @@ class Guard:
         self._ending = ending
         self._clock = clock
         self.num_in_flight = 0
-        """Number of requests that hold a slot."""
+        """Number of POST requests whose body has been read. Until then a request occupies only a connection."""
         metrics.requests_in_flight.set_function(lambda: self.num_in_flight)
 
     @property
@@ -125,11 +100,13 @@ class Guard:
                 return await handler(request)
             if self._cors.refuses(request):
                 raise ApiError(403, "requests of this web page are not taken", code="foreign_origin")
-            self.check_room()  # before a body is read in vain
+            self._check_room()  # before a body is read in vain
             self._ending.follow()
-            slot = request[SLOT] = Slot(self)
-            with caller.request(), slot:
-                return await handler(request)
+            with caller.request():
+                try:
+                    return await handler(request)
+                finally:
+                    self.num_in_flight -= request.get(_IN_FLIGHT, False)
         except web.HTTPException as error:
             if "Allow" in error.headers:
                 headers["Allow"] = error.headers["Allow"]
@@ -142,8 +119,14 @@ class Guard:
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
         return answer.response(self._limits.retry_after_s, headers)
 
-    def check_room(self) -> None:
-        """Raise `ApiError`, a 429, if the number of requests in flight is at its limit."""
+    def count(self, request: web.Request) -> None:
+        """Count a POST request, whose body has been read, as in flight until it ends. Raises `ApiError`, a 429, if
+        there is no room for it."""
+        self._check_room()
+        request[_IN_FLIGHT] = True
+        self.num_in_flight += 1
+
+    def _check_room(self) -> None:
         if self.num_in_flight >= self._limits.max_in_flight:
             raise ApiError(429, f"{self.num_in_flight} requests are in flight, as many as may", code=Cause.CAPACITY)
 

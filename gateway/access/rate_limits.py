@@ -41,8 +41,8 @@ class KeyLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a request is not admitted."""
+class LimitReached:
+    """The limit of a key that a request would exceed."""
 
     limit: Limit
     wait_s: float | None
@@ -123,15 +123,15 @@ class KeyMeter:
         """Requests admitted and not ended."""
         return self._num_open
 
-    def begin(self, now_s: float) -> Refusal | None:
+    def begin(self, now_s: float) -> LimitReached | None:
         """Admit a request and count it, whatever becomes of it; or return the reason for refusing it and count
         nothing."""
         if self._limits.max_concurrency is not None and self._num_open >= self._limits.max_concurrency:
-            return Refusal(limit=Limit.CONCURRENCY, wait_s=None)
+            return LimitReached(limit=Limit.CONCURRENCY, wait_s=None)
         if self._requests is not None:
             wait_s = self._requests.wait_s(1, now_s)
             if wait_s:
-                return Refusal(limit=Limit.REQUESTS, wait_s=wait_s)
+                return LimitReached(limit=Limit.REQUESTS, wait_s=wait_s)
             self._requests.take(1, now_s)
         self._num_open += 1
         return None
@@ -141,14 +141,14 @@ class KeyMeter:
         assert self._num_open > 0
         self._num_open -= 1
 
-    def admit(self, num_tokens: int, now_s: float, num_taken: int = 0) -> Refusal | None:
+    def admit(self, num_tokens: int, now_s: float, num_taken: int = 0) -> LimitReached | None:
         """Take a prompt's tokens, at most `most_tokens`, of which `num_taken` have been taken already; or return the
         reason for refusing, and take none. The wait of a refusal is for all of `num_tokens`, since a retry pays for all
         of them."""
         if self._tokens is None:
             return None
         if self._tokens.wait_s(max(0, num_tokens - num_taken), now_s):
-            return Refusal(limit=Limit.TOKENS, wait_s=self._tokens.wait_s(num_tokens, now_s))
+            return LimitReached(limit=Limit.TOKENS, wait_s=self._tokens.wait_s(num_tokens, now_s))
         if num_taken > num_tokens:
             self._tokens.give_back(num_taken - num_tokens, now_s)
         else:

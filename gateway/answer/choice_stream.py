@@ -23,7 +23,7 @@ _PROMPTS_AT_ONCE = 64
 that may be in flight have no more open generations than one message to a worker can list."""
 
 
-class Choice(Protocol):
+class ChoicePieces(Protocol):
     """One choice's conversion of deltas into pieces."""
 
     ended: bool
@@ -79,7 +79,7 @@ def stream_pieces(
             )
             for number in numbers
         ]
-        choices: Sequence[Choice] = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
+        choices: Sequence[ChoicePieces] = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
         if job.generates_nothing:
             choices = [_NoText(number) for number in numbers]
         if outlet is not None and len(job.generations) == 1:
@@ -114,7 +114,7 @@ class _NoText:
 class _Shortcut:
     """Turns deltas into pieces, and gives them to the outlet."""
 
-    def __init__(self, choices: Sequence[Choice], outlet: Outlet) -> None:
+    def __init__(self, choices: Sequence[ChoicePieces], outlet: Outlet) -> None:
         self._choices = choices
         self._outlet = outlet
         self.left: deque[Sequence[Piece] | Exception] = deque()
@@ -139,7 +139,7 @@ class _Shortcut:
 async def _one_generation(
     generator: Generator,
     generation: Generation,
-    choices: Sequence[Choice],
+    choices: Sequence[ChoicePieces],
     prompt: PromptText | None,
     shortcut: _Shortcut | None,
 ) -> AsyncGenerator[Piece, None]:

@@ -48,8 +48,8 @@ class Pools(Protocol):
         """All workers that this gateway knows."""
         ...
 
-    def open_flows(self) -> Iterable[tuple[Flow, float]]:
-        """The open requests, with their arrival times."""
+    def open_flows(self) -> Iterable[Flow]:
+        """The open requests, oldest first."""
         ...
 
 

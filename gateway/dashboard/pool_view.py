@@ -20,7 +20,7 @@ MAX_REQUESTS: Final = 64
 """Most requests listed one by one; the others are only counted."""
 
 
-class Stage(StrEnum):
+class Progress(StrEnum):
     """Where a request is."""
 
     QUEUED = "queued"
@@ -72,49 +72,50 @@ def worker_view(worker: WorkerView) -> dict[str, object]:
     }
 
 
-def request_view(flow: Flow, age_s: float, names: Names) -> dict[str, object]:
+def request_view(flow: Flow, now: float, names: Names) -> dict[str, object]:
     """One open request."""
     attempt = _shown(flow)
+    opened_at = flow.generation.waterfall.opened_at
     prompt_len = len(flow.generation.token_ids)
-    prefill = None if attempt is None or attempt.prefill is None else attempt.prefill.place.address
-    moving = None if attempt is None or attempt.moving is None else attempt.moving.place.address
+    prefill = None if attempt is None or attempt.prefill is None else attempt.prefill.life.address
+    moving = None if attempt is None or attempt.moving is None else attempt.moving.life.address
     return {
         "id": names.of(next(iter(flow.requests))),
-        "stage": stage_of(flow).value,
+        "stage": progress_of(flow).value,
         "prefill": prefill,
-        "decode": None if attempt is None else attempt.decode.place.address,
+        "decode": None if attempt is None else attempt.decode.life.address,
         "moving_from": moving,
         "tokens": sum(choice.next_position - prompt_len for choice in flow.choices),
         "tier": flow.generation.tier.value,
-        "age_s": round(max(0.0, age_s), 2),
+        "age_s": 0.0 if opened_at is None else round(max(0.0, now - opened_at), 2),
     }
 
 
-def stage_of(flow: Flow) -> Stage:
+def progress_of(flow: Flow) -> Progress:
     """Where a request is; with several choices, where its attempt that is furthest behind is."""
     attempt = _shown(flow)
     if attempt is None:
-        return Stage.RECOVERING if flow.admitted else Stage.QUEUED
+        return Progress.RECOVERING if flow.admitted else Progress.QUEUED
     if attempt.decode_has_spoken:
-        return Stage.DECODE
+        return Progress.DECODE
     if attempt.moving is not None:
-        return Stage.MOVING
+        return Progress.MOVING
     if _has_failed(flow):
-        return Stage.RECOVERING
-    return Stage.HANDOFF if attempt.prefill is not None and attempt.prefill.over else Stage.PREFILL
+        return Progress.RECOVERING
+    return Progress.HANDOFF if attempt.prefill is not None and attempt.prefill.over else Progress.PREFILL
 
 
 def pool_view(
     workers: Iterable[WorkerView],
-    flows: Iterable[tuple[Flow, float]],
+    flows: Iterable[Flow],
     handoffs: Mapping[tuple[str, str], int],
     now: float,
     names: Names,
 ) -> dict[str, object]:
-    """The state of workers and open requests; `flows` pairs each request with its arrival time. `handoffs` counts
-    completed handoffs by (prefill worker, decode worker)."""
-    under_way = [(flow, since) for flow, since in flows if flow.running]
-    listed = [request_view(flow, now - since, names) for flow, since in under_way[:MAX_REQUESTS]]
+    """The state of workers and open requests. `handoffs` counts completed handoffs by (prefill worker, decode
+    worker)."""
+    under_way = [flow for flow in flows if flow.running]
+    listed = [request_view(flow, now, names) for flow in under_way[:MAX_REQUESTS]]
     return {
         "workers": [worker_view(worker) for worker in workers],
         "in_flight": len(under_way),

@@ -12,6 +12,7 @@ from common.contract.sampling import SamplingParams
 from gateway.api_settings import ApiSettings
 from gateway.intake.field_types import Prompt
 from gateway.intake.ignored_fields import IgnoredFields
+from gateway.intake.length_limit import TOKEN_ID_BYTES, LengthLimit, most_tokens, too_long
 from gateway.intake.schemas import (
     ChatMessage,
     ChatRequest,
@@ -50,12 +51,6 @@ _EFFORTS: Final = ("reasoning_effort", "verbosity")
 """Fields that few chat templates read; a request with one that the template does not read is logged."""
 
 
-_TOKEN_BYTES: Final = 4
-"""Assumed bytes of an answer for each token."""
-_TOKEN_ID_BYTES: Final = 8
-"""Assumed bytes of an answer for the id of each token, if ids are asked for."""
-_LOGPROB_BYTES: Final = 80
-"""Assumed bytes of an answer for each log probability in it."""
 _LONG_CHARS: Final = 2048
 """Texts of at least this many characters are charged before they are tokenised."""
 _SHORT_MESSAGES: Final = 8
@@ -107,24 +102,13 @@ class Job(NamedTuple):
         return self.generations[0].sampling.logprobs is not None
 
 
-Admit = Callable[[int], None]
+ChargeAhead = Callable[[int], None]
 """Charges the least tokens that a request's prompts can have, before they are tokenised; raises as
 `Caller.expect_prompt` does."""
 
 
 def _for_nothing(num_tokens: int) -> None:
-    """An `Admit` that charges nobody."""
-
-
-class _LengthLimit(NamedTuple):
-    """Bounds of the number of tokens to generate, and the name of the field that sets it."""
-
-    param: str
-    asked: int | None
-    default: int | None
-    """Number of tokens if the client gives none; None for all that the context leaves."""
-    most: int
-    """Most tokens for each choice under the bound on the size of a request's answers."""
+    """A `ChargeAhead` that charges nobody."""
 
 
 class Intake:
@@ -140,27 +124,28 @@ class Intake:
         self._workers_take = workers_take
         self._settings = settings
         self._limits = settings.limits
+        self._most_bytes = settings.limits.max_answer_bytes
         self._ignored = IgnoredFields()
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
         self._rendered_short = False
         """Whether a short conversation has been rendered."""
 
-    async def completion(self, form: CompletionRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
+    async def completion(self, form: CompletionRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation for each prompt."""
         self._check_form(form)
         num_prompts = len(form.prompt)
-        self._most_tokens(form, num_prompts, form.logprobs)  # refuse before tokenising
+        most_tokens(form, self._most_bytes, num_prompts, form.logprobs)  # refuse before tokenising
         grammar = await grammar_of(form, self._tokenizer)
         context = self._context()
-        self._expect(form.prompt, "prompt", context, admit)
+        self._expect(form.prompt, "prompt", context, charge)
         prompts: list[list[int]] = []
         for number, prompt in enumerate(form.prompt):
             if number:
                 await asyncio.sleep(0)  # let other tasks run: there may be many prompts
             prompts.append(await self._prompt_tokens(prompt, context))
         echoed = form.logprobs if form.echo else None
-        most = self._most_tokens(form, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
-        length = _LengthLimit(param="max_tokens", asked=form.max_tokens, default=COMPLETION_MAX_TOKENS, most=most)
+        most = most_tokens(form, self._most_bytes, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
+        length = LengthLimit("max_tokens", form.max_tokens, COMPLETION_MAX_TOKENS, most, self._most_bytes)
         generations: list[Generation] = []
         admittance = Admittance()
         for token_ids in prompts:
@@ -175,20 +160,20 @@ class Intake:
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
         return self._job(form, generations, echoes)
 
-    async def chat(self, form: ChatRequest, tenant: str = "", admit: Admit = _for_nothing) -> Job:
+    async def chat(self, form: ChatRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation."""
         self._check_form(form)
         if form.top_logprobs is not None and not form.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        self._most_tokens(form, 1, num_logprobs)  # refuse before tokenising
+        most_tokens(form, self._most_bytes, 1, num_logprobs)  # refuse before tokenising
         tools = usable_tools(form)
         switches = form.switches()
         self._ignored.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
         ending = _ending(form)
         prompt = await self._render(form.messages, tools, switches, ending)
         context = self._context()
-        token_ids = await self._conversation_tokens(prompt, context, admit)
+        token_ids = await self._conversation_tokens(prompt, context, charge)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
             prompt,
@@ -196,16 +181,14 @@ class Intake:
             one_call=form.parallel_tool_calls is False,
             include_reasoning=form.include_reasoning is not False,
         )
-        most = self._most_tokens(form, 1, num_logprobs, len(token_ids))
-        length = (
-            _LengthLimit(param="max_tokens", asked=form.max_tokens, default=None, most=most)
-            if form.max_completion_tokens is None
-            else _LengthLimit(param="max_completion_tokens", asked=form.max_completion_tokens, default=None, most=most)
-        )
+        most = most_tokens(form, self._most_bytes, 1, num_logprobs, len(token_ids))
+        length = LengthLimit("max_completion_tokens", form.max_completion_tokens, None, most, self._most_bytes)
+        if form.max_completion_tokens is None:
+            length = length._replace(param="max_tokens", asked=form.max_tokens)
         generation = self._generation(form, tenant, token_ids, "messages", context, length, num_logprobs, grammar)
         return self._job(form, [generation], plan=plan)
 
-    async def tokenize(self, form: TokenizeRequest, admit: Admit = _for_nothing) -> list[int]:
+    async def tokenize(self, form: TokenizeRequest, charge: ChargeAhead = _for_nothing) -> list[int]:
         """The tokens of a text or a conversation, at most `max_sequence_tokens`."""
         self.check_model(form.model)
         if (form.prompt is None) == (form.messages is None):
@@ -213,13 +196,13 @@ class Intake:
         most = self._limits.max_sequence_tokens
         if form.messages is not None:
             prompt = await self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
-            token_ids = await self._conversation_tokens(prompt, most, admit)
+            token_ids = await self._conversation_tokens(prompt, most, charge)
         else:
             assert form.prompt is not None
-            self._expect([form.prompt], "prompt", most, admit)
+            self._expect([form.prompt], "prompt", most, charge)
             token_ids = await self._prompt_tokens(form.prompt, most)
         if len(token_ids) > most:
-            raise _too_long("prompt" if form.messages is None else "messages", len(token_ids), most)
+            raise too_long("prompt" if form.messages is None else "messages", len(token_ids), most)
         return token_ids
 
     def detokenize(self, form: DetokenizeRequest) -> str:
@@ -253,34 +236,7 @@ class Intake:
         """Most tokens of prompt and answer together: the model's limit, or less if the decode workers take less."""
         return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
 
-    def _most_tokens(
-        self,
-        form: SamplingFields,
-        num_prompts: int,
-        num_logprobs: int | None,
-        num_prompt_tokens: int = 0,
-        echoed: int | None = None,
-    ) -> int:
-        """Most tokens for each choice so that the answers to a request stay within their size bound.
-
-        `echoed` is the number of alternatives reported with the prompt's echoed log probabilities, None for no echo.
-        These, and `prompt_logprobs`, use up part of the bound.
-        """
-        n, prompted = form.n or 1, form.prompt_logprobs
-        prompt_bytes = n * num_prompt_tokens * (_report_bytes(echoed) + _report_bytes(prompted))
-        if prompt_bytes > self._limits.max_answer_bytes:
-            message = (
-                f"log probabilities of {num_prompt_tokens} tokens of prompt could make an answer of more than "
-                f"{self._limits.max_answer_bytes} bytes"
-            )
-            raise invalid("logprobs" if prompted is None else "prompt_logprobs", message)
-        token_bytes = _TOKEN_BYTES + _report_bytes(num_logprobs) + (_TOKEN_ID_BYTES if form.return_token_ids else 0)
-        most = (self._limits.max_answer_bytes - prompt_bytes) // (num_prompts * n * token_bytes)
-        if not most:
-            raise invalid("n", "so many prompts, choices and log probabilities are more than one answer may have")
-        return most
-
-    def _expect(self, prompts: Sequence[Prompt], param: str, context: int, admit: Admit) -> None:
+    def _expect(self, prompts: Sequence[Prompt], param: str, context: int, charge: ChargeAhead) -> None:
         """Before tokenising, refuse texts whose length alone exceeds the context, and charge long texts for the least
         tokens that they can have. Short texts are cheap to tokenise; they are charged afterwards, for their actual
         tokens."""
@@ -289,10 +245,10 @@ class Intake:
             if isinstance(text, str):
                 least = self._tokenizer.least_tokens(text)
                 if least > context:
-                    raise _too_long(param, least, context)
+                    raise too_long(param, least, context)
                 expected += least if len(text) >= _LONG_CHARS else 0
         if expected:
-            admit(expected)
+            charge(expected)
 
     async def _prompt_tokens(self, prompt: Prompt, context: int) -> list[int]:
         if not isinstance(prompt, str):
@@ -300,14 +256,14 @@ class Intake:
         try:
             return await self._tokenizer.encode(prompt, context)
         except TextTooLong as error:
-            raise _too_long("prompt", None, context) from error
+            raise too_long("prompt", None, context) from error
 
-    async def _conversation_tokens(self, prompt: str, context: int, admit: Admit) -> list[int]:
-        self._expect([prompt], "messages", context, admit)
+    async def _conversation_tokens(self, prompt: str, context: int, charge: ChargeAhead) -> list[int]:
+        self._expect([prompt], "messages", context, charge)
         try:
             return await self._tokenizer.encode_rendered(prompt, context)
         except TextTooLong as error:
-            raise _too_long("messages", None, context) from error
+            raise too_long("messages", None, context) from error
 
     async def _render(
         self,
@@ -350,7 +306,7 @@ class Intake:
         token_ids: list[int],
         param: str,
         context: int,
-        length: _LengthLimit,
+        length: LengthLimit,
         num_logprobs: int | None,
         grammar: str | None,
         echoed: int | None = None,
@@ -361,22 +317,9 @@ class Intake:
         if not token_ids:
             raise invalid(param, f"{param} must not be empty")
         if len(token_ids) >= context:
-            raise _too_long(param, len(token_ids), context)
+            raise too_long(param, len(token_ids), context)
         self._check_vocabulary(token_ids, param)
-        rest = context - len(token_ids)
-        max_tokens = length.asked
-        if max_tokens is None:
-            max_tokens = min(rest if length.default is None else length.default, rest, length.most)
-        if max_tokens > rest:
-            message = f"{_longest(context)}: {len(token_ids)} of prompt and {length.param} {max_tokens} are more"
-            raise invalid(length.param, message, code="context_length_exceeded")
-        if max_tokens > length.most:
-            message = (
-                f"{length.param} {max_tokens} of each choice could make an answer of more than "
-                f"{self._limits.max_answer_bytes} bytes: with so many prompts, choices and log probabilities it is at "
-                f"most {length.most}"
-            )
-            raise invalid(length.param, message)
+        max_tokens = length.max_tokens(len(token_ids), context)
         if form.min_tokens is not None and form.min_tokens > max_tokens:
             raise invalid("min_tokens", f"min_tokens {form.min_tokens} is more than the {max_tokens} to generate")
         return Generation(
@@ -430,7 +373,7 @@ class Intake:
         prompt_ids = None
         if form.return_token_ids:
             prompt_ids = [generation.token_ids for generation in generations for _ in range(generation.num_choices)]
-            if sum(map(len, prompt_ids)) * _TOKEN_ID_BYTES > self._limits.max_answer_bytes:
+            if sum(map(len, prompt_ids)) * TOKEN_ID_BYTES > self._most_bytes:
                 raise invalid("return_token_ids", "the prompts' token ids are more than one answer may have")
         options = form.stream_options
         include_timings = bool(form.include_timings or (options is not None and options.include_timings))
@@ -449,11 +392,6 @@ class Intake:
         )
 
 
-def _report_bytes(num_logprobs: int | None) -> int:
-    """Assumed bytes of an answer for the log probabilities of one token with `num_logprobs` alternatives."""
-    return 0 if num_logprobs is None else _LOGPROB_BYTES * (1 + num_logprobs)
-
-
 def _is_short(messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> bool:
     """Whether a conversation is rendered sooner than a thread is reached."""
     if tools or len(messages) > _SHORT_MESSAGES or not all(isinstance(value, bool) for value in switches.values()):
@@ -470,19 +408,6 @@ def _ending(form: ChatRequest) -> PromptEnding:
     if form.messages[-1].tool_calls:
         raise invalid("continue_final_message", "continue_final_message: the last message ends with calls")
     return "message"
-
-
-def _too_long(param: str, num_tokens: int | None, context: int) -> ApiError:
-    """`num_tokens` is the count as far as it is known, or a lower bound; None if it is only known to exceed the
-    context."""
-    counted = f"more than {context}" if num_tokens is None else str(num_tokens)
-    message = f"{_longest(context)}, of which at least one is to be generated: {param} has {counted}"
-    return invalid(param, message, code="context_length_exceeded")
-
-
-def _longest(context: int) -> str:
-    """OpenAI's wording, which clients such as LiteLLM recognise; not all of them read the error code."""
-    return f"This model's maximum context length is {context} tokens"
 
 
 def _cache_salt(tenant: str, cache_salt: str | None) -> str:

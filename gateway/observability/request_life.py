@@ -34,7 +34,7 @@ class Traces(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Choice:
+class _ChoiceTimes:
     """The tokens of one choice so far."""
 
     first_s: float
@@ -65,9 +65,7 @@ class RequestLife:
         self._traces = traces
         self._target = target
         self._met = True
-        self._arrived_at = arrived_at
-        self._first_token_at: float | None = None
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _ChoiceTimes] = {}
         """Choices that have a token, by index."""
         self._over = False
         self.job = job
@@ -78,6 +76,8 @@ class RequestLife:
         self.trace_headers: Mapping[str, str] = {
             name: request.headers[name] for name in TRACE_HEADERS if name in request.headers
         }
+        self.ttft_s: float | None = None
+        """Seconds from arrival to first token; None before it."""
         self.num_tokens = 0
         """Tokens generated, over all choices."""
         self.num_reasoning_tokens = 0
@@ -90,11 +90,6 @@ class RequestLife:
         for generation in job.generations:
             generation.waterfall.arrived(self.heading.id, arrived_at)
         self._accepted()
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Seconds from arrival to first token; None before it."""
-        return None if self._first_token_at is None else self._first_token_at - self._arrived_at
 
     def _accepted(self) -> None:
         job, first = self.job, self.job.generations[0]
@@ -130,7 +125,7 @@ class RequestLife:
     def finished(self, now: float) -> None:
         """Record that every choice has ended."""
         metrics = self._metrics
-        metrics.request_latency.observe(now - self._arrived_at)
+        metrics.request_latency.observe(now - self.waterfall.arrived_at)
         metrics.recent.finished(now, met=self._met)
         self._end(now, finished=True)
         stages_ns = self.waterfall.stages_ns()
@@ -184,13 +179,13 @@ class RequestLife:
             timings["hidden_pull_ms"] = _ms(1e9 * sum(each.hidden_read_s for each in pulls))
         return timings
 
-    def _take_tokens(self, piece: Piece, now: float) -> _Choice:
+    def _take_tokens(self, piece: Piece, now: float) -> _ChoiceTimes:
         metrics, gap_s = self._metrics, None
-        if self._first_token_at is None:
+        if self.ttft_s is None:
             self._first_token(now)
         choice = self._choices.get(piece.choice)
         if choice is None:
-            choice = self._choices[piece.choice] = _Choice(now, now)
+            choice = self._choices[piece.choice] = _ChoiceTimes(now, now)
         else:
             gap_s = now - choice.last_s
             metrics.inter_token_latency.observe(gap_s)
@@ -202,8 +197,7 @@ class RequestLife:
         return choice
 
     def _first_token(self, now: float) -> None:
-        self._first_token_at = now
-        ttft_s = now - self._arrived_at
+        ttft_s = self.ttft_s = now - self.waterfall.arrived_at
         self._met = ttft_s <= self._target.ttft_s
         self._metrics.time_to_first_token.observe(ttft_s)
         self._metrics.recent.first_token(ttft_s, now)

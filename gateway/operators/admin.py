@@ -10,14 +10,14 @@ import json
 
 from aiohttp import web
 
+from gateway.dispatch.links import Links
 from gateway.operators.admin_guard import MAX_BODY_BYTES, admin_guard
-from gateway.routing.dispatcher import Dispatcher
 
 
-def create_admin_app(dispatcher: Dispatcher) -> web.Application:
+def create_admin_app(links: Links) -> web.Application:
     """The app with `GET /workers`, `POST /workers/{id}/drain`, `POST /workers/{id}/resume`; a worker's id is its
     address."""
-    admin = _Admin(dispatcher)
+    admin = _Admin(links)
     app = web.Application(middlewares=[admin_guard], client_max_size=MAX_BODY_BYTES)
     app.router.add_get("/workers", admin.workers)
     app.router.add_post("/workers/{id}/drain", admin.drain)
@@ -26,11 +26,11 @@ def create_admin_app(dispatcher: Dispatcher) -> web.Application:
 
 
 class _Admin:
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, links: Links) -> None:
+        self._links = links
 
     async def workers(self, _: web.Request) -> web.Response:
-        return _json(200, {"workers": self._dispatcher.workers()})
+        return _json(200, {"workers": self._links.workers()})
 
     async def drain(self, request: web.Request) -> web.Response:
         return self._tell(request, drain=True)
@@ -40,10 +40,10 @@ class _Admin:
 
     def _tell(self, request: web.Request, *, drain: bool) -> web.Response:
         worker = request.match_info["id"]
-        known = {each["id"]: each for each in self._dispatcher.workers()}
+        known = {each["id"]: each for each in self._links.workers()}
         if worker not in known:
             return _error(404, f"no such worker: {worker}; there are {', '.join(map(str, known))}")
-        if not self._dispatcher.tell(worker, drain=drain):
+        if not self._links.tell(worker, drain=drain):
             return _error(503, f"{worker} cannot be reached now")
         return _json(202, {"id": worker, "told": "drain" if drain else "resume"})
 

@@ -19,11 +19,11 @@ Pure state: events in, actions out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.contract.errors import Cause
-from common.contract.ids import Handle, Incarnation, RequestKey, new_handle
+from common.contract.ids import Handle, RequestKey, new_handle
 from common.contract.messages import (
     Abort,
     Ack,
@@ -39,23 +39,12 @@ from common.contract.messages import (
     PromptLogprobs,
     Resend,
     Role,
-    Source,
     Suspicion,
     Tokens,
 )
+from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.generation import Delta, Generation, PromptDelta
-
-
-class WorkerLife(NamedTuple):
-    """A worker process: an address and the incarnation there."""
-
-    address: str
-    incarnation: Incarnation
-
-    @property
-    def source(self) -> Source:
-        """The place in the form that a sink receives."""
-        return Source(address=self.address, incarnation=self.incarnation)
+from gateway.workers.worker_life import WorkerLife
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +52,7 @@ class Assignment:
     """The share of a request that one worker was given."""
 
     role: Role
-    place: WorkerLife
+    life: WorkerLife
     key: RequestKey
     num_tokens: int
     """Tokens of the assignment's prompt, whichever worker computes it."""
@@ -73,50 +62,7 @@ class Assignment:
     """Whether the worker has nothing more to do for it."""
 
 
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One choice as its client has it. Several attempts may bring its tokens; each position is accepted once."""
-
-    index: int
-    token_ids: list[int]
-    """The prompt, and every token that the client has."""
-    ended: bool = False
-    num_failures: int = 0
-    """Failed attempts since its last token."""
-    num_bugs: int = 0
-    """Failed attempts since its last token whose worker reported an internal error."""
-    num_crashes: int = 0
-    """Workers that crashed with this choice while they computed everybody's steps together."""
-    suspicion: Suspicion = Suspicion.NONE
-    innocent_at: int = 0
-    """Position at which the choice is no longer suspected."""
-    avoid: set[WorkerLife] = field(default_factory=set)
-    """Workers that have failed it since its last token."""
-    too_small: set[WorkerLife] = field(default_factory=set)
-    """Workers that have said that they can never hold it."""
-
-    @property
-    def next_position(self) -> int:
-        """Position of the next token for the client."""
-        return len(self.token_ids)
-
-
-@dataclass(slots=True, eq=False)
-class PromptReport:
-    """The client's log probabilities of the prompt. Several attempts may bring them; each position is accepted once."""
-
-    end: int
-    """End of the positions that the client wants; 0 for none."""
-    next_position: int = 1
-    """Position of the next log probability for the client. The first token has none."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the client has all that it wants."""
-        return self.next_position >= self.end
-
-
-class Send(NamedTuple):
+class SendToWorker(NamedTuple):
     """Action: send a message to the worker of this assignment."""
 
     assignment: Assignment
@@ -151,12 +97,12 @@ class Broken:
     """The assignment whose worker is to be avoided; None if none is."""
 
 
-Action = Send | Deliver | DeliverPrompt | Broken
+AttemptAction = SendToWorker | Deliver | DeliverPrompt | Broken
 
 
-def abort(assignment: Assignment) -> Send:
+def abort(assignment: Assignment) -> SendToWorker:
     """An Abort, which lets a worker free what it holds for this assignment."""
-    return Send(assignment, Abort(request=assignment.key.request, attempt=assignment.key.attempt))
+    return SendToWorker(assignment, Abort(request=assignment.key.request, attempt=assignment.key.attempt))
 
 
 class Attempt:
@@ -216,7 +162,7 @@ class Attempt:
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def start(self, budget_s: float, prefix: PrefixHint | None = None) -> list[Action]:
+    def start(self, budget_s: float, prefix: PrefixHint | None = None) -> list[AttemptAction]:
         """Give each worker its assignment. `prefix` tells the prefill worker which worker may have the prompt's
         beginning."""
         generation = self.generation
@@ -239,17 +185,17 @@ class Attempt:
         decode = Decode(
             **work,
             handles=self.decode.handles,
-            source=None if source is None else source.place.source,
+            source=None if source is None else source.life.source,
             offered=None if source is None else source.key,
             moving=self.moving is not None,
             prompt_logprobs=report if source is None else None,
         )
         if self.prefill is None or self.prefill.key != self.key:
-            return [Send(self.decode, decode)]
+            return [SendToWorker(self.decode, decode)]
         prefill = Prefill(**work, prefix=prefix, prompt_logprobs=report)
-        return [Send(self.prefill, prefill), Send(self.decode, decode)]
+        return [SendToWorker(self.prefill, prefill), SendToWorker(self.decode, decode)]
 
-    def on_message(self, assignment: Assignment, message: Message) -> list[Action]:
+    def on_message(self, assignment: Assignment, message: Message) -> list[AttemptAction]:
         """Handle a message from the worker of one of its assignments."""
         match message:
             case Tokens():
@@ -281,7 +227,7 @@ class Attempt:
         choice.token_ids.append(token_id)
         return True
 
-    def on_resync(self, assignment: Assignment, *, known: bool) -> list[Action]:
+    def on_resync(self, assignment: Assignment, *, known: bool) -> list[AttemptAction]:
         """Handle the loss of messages to or from a worker. `known`: whether it still knows its assignment."""
         if known and not self.report.complete and assignment is self._computing:
             return [self._without_prompt(assignment)]
@@ -292,24 +238,35 @@ class Attempt:
         message = f"the {assignment.role} worker does not know the request after lost messages"
         return [Broken(assignment, Cause.WORKER_LOST, message, blame=None)]
 
-    def lost(self, assignment: Assignment, why: str) -> list[Action]:
+    def lost(self, assignment: Assignment, why: str) -> list[AttemptAction]:
         """Handle the end of a worker's session. Once a prefill worker has sent its first tokens, its loss concerns only
         the decode worker, which goes on if it has settled, and reports a failure if it has not."""
         if self._can_miss(assignment):
             return []
-        message = f"the {assignment.role} worker at {assignment.place.address} was lost: {why}"
+        message = f"the {assignment.role} worker at {assignment.life.address} was lost: {why}"
         return [Broken(assignment, Cause.WORKER_LOST, message, blame=assignment)]
 
-    def acknowledge(self) -> Send:
+    def standing_offer(self, broken: Broken) -> Assignment | None:
+        """The prefill worker's assignment, if its offer can serve another decode worker after this failure. It cannot
+        while log probabilities of the prompt are outstanding: they would arrive while no attempt listens."""
+        if not self.report.complete:
+            return None
+        if broken.assignment is not self.decode or self.decode_has_spoken or self.prefill is None:
+            return None
+        if broken.blame is self.prefill or broken.cause is Cause.LEASE_LOST:
+            return None
+        return self.prefill
+
+    def acknowledge(self) -> SendToWorker:
         """The message that ends a complete attempt. If the first tokens ended all choices, the decode worker still
         waits for the handoff, and is aborted."""
         if self.decode_has_spoken:
-            return Send(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))
+            return SendToWorker(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))
         return abort(self.decode)
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
-    def _on_tokens(self, assignment: Assignment, message: Tokens) -> list[Action]:
+    def _on_tokens(self, assignment: Assignment, message: Tokens) -> list[AttemptAction]:
         choice = self.choices.get(message.choice)
         if choice is None:
             return [self._fault(assignment, "sent a choice that was not asked for")]
@@ -334,7 +291,7 @@ class Attempt:
         delta = Delta(choice=choice.index, token_ids=token_ids, logprobs=logprobs, finish_reason=message.finish_reason)
         return [Deliver(delta, self.key, assignment.role)]
 
-    def _on_prompt(self, assignment: Assignment, message: PromptLogprobs) -> list[Action]:
+    def _on_prompt(self, assignment: Assignment, message: PromptLogprobs) -> list[AttemptAction]:
         report = self.report
         end = message.position + len(message.scores)
         if assignment is not self._computing or end > len(self.generation.token_ids):
@@ -347,7 +304,7 @@ class Attempt:
             return [self._without_prompt(assignment)]
         report.next_position = end
         delta = PromptDelta(scores=message.scores.part(skip))
-        actions: list[Action] = [DeliverPrompt(delta)]
+        actions: list[AttemptAction] = [DeliverPrompt(delta)]
         if report.complete and self.decode_has_spoken:
             actions += self._ask_for_missing(again=True)
         return actions
@@ -362,14 +319,14 @@ class Attempt:
         """The assignment whose worker computes the prompt."""
         return self.prefill or self.decode
 
-    def _ask_again(self, choice: Choice) -> list[Action]:
+    def _ask_again(self, choice: Choice) -> list[AttemptAction]:
         self.num_gaps += 1
         if self._asked.get(choice.index) == choice.next_position:
             return []
         self._asked[choice.index] = choice.next_position
         return [self._resend(choice)]
 
-    def _ask_for_missing(self, *, again: bool) -> list[Action]:
+    def _ask_for_missing(self, *, again: bool) -> list[AttemptAction]:
         """Request every missing token of the unfinished choices; `again` repeats requests whose answers may be lost.
         Otherwise none is repeated: a worker that has finished sends Finished with each answer, and may lack a choice
         that another worker continues."""
@@ -379,9 +336,9 @@ class Attempt:
         self._asked |= {choice.index: choice.next_position for choice in missing}
         return [self._resend(choice) for choice in missing]
 
-    def _resend(self, choice: Choice) -> Send:
+    def _resend(self, choice: Choice) -> SendToWorker:
         request, attempt = self.key
-        return Send(
+        return SendToWorker(
             self.decode,
             Resend(request=request, attempt=attempt, choice=choice.index, position=choice.next_position),
         )

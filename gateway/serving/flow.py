@@ -28,26 +28,34 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey, new_request_id
-from common.contract.messages import Cut, Message, Moved, PrefixHint, PromptLogprobs, Role, Suspicion
-from gateway.serving.attempt import Action as AttemptAction
+from common.contract.messages import Cut, Message, Moved, PrefixHint, PromptLogprobs, Role
 from gateway.serving.attempt import (
     Assignment,
     Attempt,
+    AttemptAction,
     Broken,
-    Choice,
     Deliver,
     DeliverPrompt,
-    PromptReport,
-    Send,
-    WorkerLife,
+    SendToWorker,
     abort,
 )
+from gateway.serving.attempts import Attempts
+from gateway.serving.choice import Choice, PromptReport
+from gateway.serving.flow_actions import (
+    AssignmentOver,
+    AttemptBegan,
+    Done,
+    Fail,
+    FlowAction,
+    PlacementRequest,
+    Unwanted,
+)
 from gateway.serving.generation import Generation
-from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash, Share, suspicion_after
+from gateway.serving.suspicion import MAX_CRASHES, Crash, Share
+from gateway.workers.worker_life import WorkerLife
 
 MAX_FAILURES = 6
 """Attempts at a choice that may fail without a new token in between; one more fails the request."""
@@ -71,54 +79,6 @@ class FlowState(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class PlacementRequest:
-    """Choices that want workers: call `Flow.go` once these are chosen."""
-
-    key: RequestKey
-    choices: tuple[Choice, ...]
-    avoid: frozenset[WorkerLife] = frozenset()
-    """Workers that have just failed these choices."""
-    offer: Assignment | None = None
-    """A prefill worker's assignment whose offer still stands."""
-    delay_s: float = 0.0
-    too_small: frozenset[WorkerLife] = frozenset()
-    """Workers that can never hold these choices."""
-    most_tokens: int = 0
-    """Most tokens that one of these sequences can have in the end."""
-    admitted: bool = False
-    """Whether the request was admitted. An admitted request waits until a worker takes it."""
-    refusal: Fail | None = None
-    """How the request ends if no worker is left that may take it."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the sequence whose KV is wanted."""
-        return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
-
-
-class AssignmentOver(NamedTuple):
-    """Action: a worker has nothing more to do for this assignment."""
-
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Terminal: every choice is complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Terminal: the request failed."""
-
-    cause: Cause
-    message: str
-
-
-Action = Send | Deliver | DeliverPrompt | PlacementRequest | AssignmentOver | Done | Fail
-
-
-@dataclass(slots=True, eq=False)
 class Flow:
     """One request and its attempts."""
 
@@ -129,7 +89,7 @@ class Flow:
     num_gaps: int = 0
     failures: dict[Cause, int] = field(default_factory=dict)
     """Failed attempts that were followed by another, by cause."""
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: Attempts = field(default_factory=Attempts)
     """Attempts under way."""
     wants: list[PlacementRequest] = field(default_factory=list)
     """Choices that wait for workers."""
@@ -159,41 +119,26 @@ class Flow:
         """Every id under which workers know the request."""
         return self._newest.keys()
 
-    def find(self, key: RequestKey, address: str) -> tuple[Attempt, Assignment] | None:
-        """The attempt under way, and its assignment at this address, that messages under `key` belong to; None if there
-        is none."""
-        for attempt in self.attempts:
-            for assignment in attempt.assignments:
-                if assignment.key == key and assignment.place.address == address:
-                    return attempt, assignment
-        return None
-
-    def assignments_at(self, address: str) -> list[tuple[Attempt, Assignment]]:
-        """The assignments at a worker, of the attempts under way."""
-        return [(a, each) for a in self.attempts for each in a.assignments if each.place.address == address]
-
     def keys_at(self, address: str) -> list[RequestKey]:
         """Keys that a worker holds of this request: of assignments, and of offers that stand while a decode worker is
         wanted."""
         offers = [want.offer for want in self.wants if want.offer is not None]
-        assignments = [assignment for _, assignment in self.assignments_at(address)]
-        return [assignment.key for assignment in (*assignments, *offers) if assignment.place.address == address]
+        assignments = [assignment for _, assignment in self.attempts.at(address)]
+        return [assignment.key for assignment in (*assignments, *offers) if assignment.life.address == address]
 
     def beside(self, want: PlacementRequest) -> frozenset[WorkerLife]:
-        """Places of this request's other suspects, where a want with a suspect should go too. Spread over the pool, the
-        suspects would crash one worker each."""
-        if not any(_suspected(choice) for choice in want.choices):
+        """Workers of this request's other suspects, where a want with a suspect should go too. Spread over the pool,
+        the suspects would crash one worker each."""
+        if not any(choice.suspected for choice in want.choices):
             return frozenset()
-        suspected = [each for each in self.attempts if any(map(_suspected, each.unfinished))]
-        return frozenset(assignment.place for attempt in suspected for assignment in attempt.assignments)
+        suspected = [each for each in self.attempts if any(choice.suspected for choice in each.unfinished)]
+        return frozenset(assignment.life for attempt in suspected for assignment in attempt.assignments)
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def begin(self) -> list[Action]:
+    def begin(self) -> list[FlowAction]:
         """Begin the request: want workers for all its choices."""
-        request = new_request_id()
-        self._newest[request] = 1
-        return [self._want(self.choices, RequestKey(request, 1))]
+        return [self._want(self.choices, self._next_key(None))]
 
     def go(
         self,
@@ -204,7 +149,7 @@ class Flow:
         prefix: PrefixHint | None = None,
         *,
         now: float,
-    ) -> list[Action]:
+    ) -> list[FlowAction]:
         """Begin an attempt on the chosen workers. With neither `prefill` nor an offer, `decode` computes the prompt."""
         self.wants.remove(want)
         attempt = Attempt(
@@ -221,13 +166,13 @@ class Flow:
         if prefill is not None:
             where = f"prefill at {prefill.address}, decode at {decode.address}"
         elif want.offer is not None:
-            where = f"decode at {decode.address}, from {want.offer.place.address}"
+            where = f"decode at {decode.address}, from {want.offer.life.address}"
         else:
             where = f"prefill and decode at {decode.address}"
         hint = f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}" if prefix else ""
         return self._begin(attempt, where + hint, budget_s, prefix)
 
-    def without_offer(self, want: PlacementRequest) -> list[Action]:
+    def without_offer(self, want: PlacementRequest) -> list[FlowAction]:
         """The worker whose offer stood is gone: want new workers for the unfinished choices instead."""
         self.wants.remove(want)
         choices = [choice for choice in want.choices if not choice.ended]
@@ -235,35 +180,20 @@ class Flow:
 
     def move(
         self, attempt: Attempt, choice: Choice, decode: WorkerLife, budget_s: float, *, now: float
-    ) -> list[Action]:
+    ) -> list[FlowAction]:
         """Let `decode` pull a choice's running sequence from its draining worker, and continue it."""
         key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
         moving = Attempt(
             key, self.generation, [choice], self.report, decode, moving=attempt.decode, admitted=True, now=now
         )
-        where = f"choice {choice.index} moves from {attempt.decode.place.address} to {decode.address}"
+        where = f"choice {choice.index} moves from {attempt.decode.life.address} to {decode.address}"
         return self._begin(moving, where, budget_s, None)
 
-    def movable(self, address: str) -> list[tuple[Attempt, Choice]]:
-        """Running sequences of the decode worker at `address` of which the client has a token, and that no worker pulls
-        yet."""
-        return [
-            (attempt, choice)
-            for attempt, assignment in self.assignments_at(address)
-            if assignment is attempt.decode and attempt.decode_has_spoken
-            for choice in attempt.unfinished
-            if self._may_move(attempt, choice)
-        ]
-
-    def can_move(self, attempt: Attempt, choice: Choice) -> bool:
-        """Whether a sequence that was `movable` still is."""
-        return attempt in self.attempts and choice in attempt.unfinished and self._may_move(attempt, choice)
-
-    def on_message(self, attempt: Attempt, assignment: Assignment, message: Message) -> list[Action]:
+    def on_message(self, attempt: Attempt, assignment: Assignment, message: Message) -> list[FlowAction]:
         """Handle a message about an assignment of an attempt under way."""
         if not self.running:
             return []
-        actions: list[Action] = []
+        actions: list[FlowAction] = []
         if assignment.role is Role.PREFILL and not assignment.over and not isinstance(message, PromptLogprobs):
             assignment.over = True  # the first message ends its work: its prompt is computed, or never will be
             actions.append(AssignmentOver(assignment))
@@ -272,36 +202,36 @@ class Flow:
             actions += self._cut(attempt, self.choices[message.choice])
         return actions
 
-    def on_resync(self, attempt: Attempt, assignment: Assignment, *, known: bool) -> list[Action]:
+    def on_resync(self, attempt: Attempt, assignment: Assignment, *, known: bool) -> list[FlowAction]:
         """Handle the loss of messages to or from an assignment's worker. `known`: whether it still knows its
         assignment."""
         return self._do(attempt, attempt.on_resync(assignment, known=known)) if self.running else []
 
-    def worker_lost(self, address: str, why: str, crash: Crash | None = None) -> list[Action]:
+    def worker_lost(self, address: str, why: str, crash: Crash | None = None) -> list[FlowAction]:
         """Handle the end of a worker's session, by a crash (`crash`) or otherwise."""
-        actions: list[Action] = []
-        for attempt, assignment in self.assignments_at(address):
+        actions: list[FlowAction] = []
+        for attempt, assignment in self.attempts.at(address):
             if self.running and attempt in self.attempts:
                 share = Share.NONE if crash is None else crash.share_of(assignment.key, attempt.begun_at)
                 actions += self._do(attempt, attempt.lost(assignment, why), share)
         return actions
 
-    def fail(self, cause: Cause, message: str) -> list[Action]:
+    def fail(self, cause: Cause, message: str) -> list[FlowAction]:
         """End with an error; inert after the end."""
         return [*self._end(FlowState.FAILED, f"{cause}: {message}"), Fail(cause, message)] if self.running else []
 
-    def cancel(self) -> list[Action]:
+    def cancel(self) -> list[FlowAction]:
         """The client has left; inert after the end."""
         return self._end(FlowState.CANCELLED, "cancelled") if self.running else []
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
-    def _do(self, attempt: Attempt, actions: Sequence[AttemptAction], share: Share = Share.NONE) -> list[Action]:
+    def _do(self, attempt: Attempt, actions: Sequence[AttemptAction], share: Share = Share.NONE) -> list[FlowAction]:
         """Carry out an attempt's actions. `share` is the attempt's share in a worker's crash."""
-        done: list[Action] = []
+        done: list[FlowAction] = []
         for action in actions:
             match action:
-                case Send():
+                case SendToWorker():
                     done.append(action)
                 case Deliver():
                     done += [action, *self._progress(attempt, self.choices[action.delta.choice])]
@@ -312,19 +242,16 @@ class Flow:
                     done += self._broken(attempt, action, share)
         return done
 
-    def _begin(self, attempt: Attempt, where: str, budget_s: float, prefix: PrefixHint | None) -> list[Action]:
+    def _begin(self, attempt: Attempt, where: str, budget_s: float, prefix: PrefixHint | None) -> list[FlowAction]:
         self.attempts.append(attempt)
         self.story.append(where if attempt.key.attempt == 1 else f"attempt {attempt.key.attempt}: {where}")
-        return self._do(attempt, attempt.start(budget_s, prefix))
+        return [AttemptBegan(attempt), *self._do(attempt, attempt.start(budget_s, prefix))]
 
-    def _progress(self, attempt: Attempt, choice: Choice) -> list[Action]:
+    def _progress(self, attempt: Attempt, choice: Choice) -> list[FlowAction]:
         """A choice has got tokens."""
         self.admitted = True
-        choice.num_failures = choice.num_bugs = 0
-        choice.avoid.clear()
-        if choice.ended or choice.next_position >= choice.innocent_at:
-            choice.suspicion = Suspicion.NONE
-        actions: list[Action] = []
+        choice.progressed()
+        actions: list[FlowAction] = []
         if not choice.ended and attempt.moving is None:
             return actions  # the usual case: every attempt goes on as before
         if all(each.ended for each in self.choices):
@@ -336,23 +263,25 @@ class Flow:
             actions += [each.acknowledge(), *self._close(each)]
         return actions
 
-    def _broken(self, attempt: Attempt, broken: Broken, share: Share) -> list[Action]:
+    def _broken(self, attempt: Attempt, broken: Broken, share: Share) -> list[FlowAction]:
         """An attempt has failed: want workers for the choices that it was to generate."""
         self.story.append(f"{broken.cause}: {broken.message}")
-        wanting = [choice for choice in attempt.unfinished if self._is_missing(choice, attempt)]
+        wanting = [choice for choice in attempt.unfinished if self.attempts.needs(choice, attempt)]
         end = self._last_straw(attempt, wanting, broken, share)
-        offer = self._standing_offer(attempt, broken) if wanting and end is None else None
-        actions: list[Action] = [abort(assignment) for assignment in attempt.assignments if assignment is not offer]
+        offer = attempt.standing_offer(broken) if wanting and end is None else None
+        actions: list[FlowAction] = [abort(assignment) for assignment in attempt.assignments if assignment is not offer]
         actions += self._close(attempt, keep=offer)
         for choice in wanting:
-            source = self._source(attempt, choice)
+            source = self.attempts.source_of(attempt, choice)
             actions += [] if source is None else self._leave(source, choice)
         if not wanting:
             return actions
         if end is not None:
             return [*actions, *self.fail(end.cause, end.message)]
         self.failures[broken.cause] = self.failures.get(broken.cause, 0) + 1
-        return [*actions, *self._again(attempt, wanting, offer)]
+        if offer is not None:
+            return [*actions, self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
+        return [*actions, *self._want_all(attempt.key.request, wanting)]
 
     def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, share: Share) -> Fail | None:
         """Count the failure for the choices that it concerns. Returns the end of the request if it is one too many."""
@@ -360,15 +289,15 @@ class Flow:
             self._note_refusal(attempt.unfinished, broken)
             return None
         self.admitted = True
-        proven = share is Share.ALONE and any(map(_suspected, wanting))
+        proven = share is Share.ALONE and any(choice.suspected for choice in wanting)
         for choice in wanting:
             choice.num_failures += share not in (Share.STOOD_BY, Share.IN_GROUP)  # others have probably crashed it
             choice.num_bugs += broken.cause is Cause.INTERNAL
             if broken.blame is not None:
-                choice.avoid.add(broken.blame.place)
+                choice.avoid.add(broken.blame.life)
         for choice in attempt.unfinished:
-            if choice in wanting or self._source(attempt, choice) is None:  # it was on that worker
-                self._suspect(choice, share)
+            if choice in wanting or self.attempts.source_of(attempt, choice) is None:  # it was on that worker
+                choice.suspect(share)
         if proven:
             message = "workers have crashed with this request, the last one while it computed nothing else"
             return Fail(Cause.POISON, f"{message}: {broken.message}")
@@ -376,13 +305,6 @@ class Flow:
             return Fail(Cause.POISON, f"{MAX_CRASHES + 1} workers have crashed with this request: {broken.message}")
         exhausted = any(choice.num_failures > MAX_FAILURES or choice.num_bugs > MAX_BUGS for choice in wanting)
         return Fail(broken.cause, broken.message) if exhausted or broken.cause in _FINAL else None
-
-    def _suspect(self, choice: Choice, share: Share) -> None:
-        """Note the loss of a worker that had the choice."""
-        if share not in (Share.NONE, Share.STOOD_BY):
-            choice.suspicion = suspicion_after(choice.suspicion, share)
-            choice.num_crashes += share is Share.PERHAPS
-            choice.innocent_at = choice.next_position + TRIAL_TOKENS
 
     def _note_refusal(self, choices: Sequence[Choice], broken: Broken) -> None:
         """Note a refusal, so that the worker is not asked again. A draining worker may be asked again; so may a full
@@ -393,15 +315,9 @@ class Flow:
             return
         self.refusal = Fail(broken.cause, broken.message)
         for choice in choices:
-            (choice.too_small if too_large else choice.avoid).add(broken.blame.place)
+            (choice.too_small if too_large else choice.avoid).add(broken.blame.life)
 
-    def _again(self, attempt: Attempt, choices: Sequence[Choice], offer: Assignment | None) -> list[Action]:
-        """Want workers for the choices of an attempt that is over."""
-        if offer is not None:
-            return [self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
-        return self._want_all(attempt.key.request, choices)
-
-    def _want_all(self, request: RequestId, choices: Sequence[Choice]) -> list[Action]:
+    def _want_all(self, request: RequestId, choices: Sequence[Choice]) -> list[FlowAction]:
         """Want workers for choices: together if none has a token of its own, else separately."""
         prompt_len = len(self.generation.token_ids)
         if all(choice.next_position == prompt_len for choice in choices):
@@ -413,10 +329,10 @@ class Flow:
         want = PlacementRequest(
             key,
             tuple(choices),
-            frozenset(place for choice in choices for place in choice.avoid),
+            frozenset(life for choice in choices for life in choice.avoid),
             offer,
             delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
-            too_small=frozenset(place for choice in choices for place in choice.too_small),
+            too_small=frozenset(life for choice in choices for life in choice.too_small),
             most_tokens=len(self.generation.token_ids) + self.generation.sampling.max_tokens,
             admitted=self.admitted,
             refusal=self.refusal,
@@ -424,86 +340,53 @@ class Flow:
         self.wants.append(want)
         return want
 
-    def _standing_offer(self, attempt: Attempt, broken: Broken) -> Assignment | None:
-        """The prefill worker's assignment, if its offer can serve another decode worker. It cannot while log
-        probabilities of the prompt are outstanding: they would arrive while no attempt listens."""
-        if not self.report.complete:
-            return None
-        if broken.assignment is not attempt.decode or attempt.decode_has_spoken or attempt.prefill is None:
-            return None
-        if broken.blame is attempt.prefill or broken.cause is Cause.LEASE_LOST:
-            return None
-        return attempt.prefill
-
-    def _is_moving(self, choice: Choice, old: Attempt) -> bool:
-        """Whether another attempt is pulling the choice from this one."""
-        return any(each.moving is old.decode and choice in each.unfinished for each in self.attempts)
-
-    def _source(self, moving: Attempt, choice: Choice) -> Attempt | None:
-        """The attempt that this one is pulling the choice from, if that is still under way."""
-        return next(
-            (each for each in self.attempts if each.decode is moving.moving and choice in each.unfinished), None
-        )
-
-    def _may_move(self, attempt: Attempt, choice: Choice) -> bool:
-        """Whether the client has a token of a running sequence, and no worker pulls it yet."""
-        begun = choice.next_position > len(self.generation.token_ids)
-        return begun and self._source(attempt, choice) is None and not self._is_moving(choice, attempt)
-
-    def _is_missing(self, choice: Choice, broken: Attempt) -> bool:
-        """Whether nothing generates the choice any more without this attempt."""
-        if self._is_moving(choice, broken):
-            return False
-        source = self._source(broken, choice)
-        return source is None or broken.decode_has_spoken or choice.index in source.cut
-
-    def _cut(self, attempt: Attempt, choice: Choice) -> list[Action]:
+    def _cut(self, attempt: Attempt, choice: Choice) -> list[FlowAction]:
         """The decode worker has stopped a choice. Another attempt that pulls it goes on; without one, want workers
         again."""
-        if choice.ended or choice not in attempt.unfinished or self._is_moving(choice, attempt):
+        if choice.ended or choice not in attempt.unfinished or self.attempts.is_moving(choice, attempt):
             return []
         self.story.append(f"choice {choice.index} was cut for nobody")
         actions = self._leave(attempt, choice)
         return [*actions, self._want([choice], self._next_key(attempt.key.request, alone=not attempt.unfinished))]
 
-    def _leave(self, attempt: Attempt, choice: Choice) -> list[Action]:
+    def _leave(self, attempt: Attempt, choice: Choice) -> list[FlowAction]:
         """Expect no more of a choice from this attempt; close the attempt if no unfinished choice is left."""
         attempt.moved.add(choice.index)
         return [] if attempt.unfinished else [abort(attempt.decode), *self._close(attempt)]
 
-    def _let_go(self, want: PlacementRequest) -> list[Action]:
+    def _let_go(self, want: PlacementRequest) -> list[FlowAction]:
         """Abort a want's offer, which no decode worker will take over."""
         if want.offer is None:
             return []
-        actions: list[Action] = [abort(want.offer)]
+        actions: list[FlowAction] = [abort(want.offer)]
         if not want.offer.over:
             want.offer.over = True
             actions.append(AssignmentOver(want.offer))
         return actions
 
-    def _next_key(self, request: RequestId, *, alone: bool = True) -> RequestKey:
+    def _next_key(self, request: RequestId | None, *, alone: bool = True) -> RequestKey:
         """The key of the next attempt: under the same request id if `alone`, else, for a choice that parts from others,
         under a new one."""
-        request = request if alone else new_request_id()
+        request = request if request is not None and alone else new_request_id()
         number = self._newest[request] = self._newest.get(request, 0) + 1
         return RequestKey(request, number)
 
-    def _close(self, attempt: Attempt, keep: Assignment | None = None) -> list[Action]:
+    def _close(self, attempt: Attempt, keep: Assignment | None = None) -> list[FlowAction]:
         """Remove an attempt from those under way; the assignment `keep` goes on."""
         self.attempts.remove(attempt)
         self.num_duplicates += attempt.num_duplicates
         self.num_gaps += attempt.num_gaps
-        actions: list[Action] = []
+        actions: list[FlowAction] = []
         for assignment in attempt.assignments:
             if assignment is not keep and not assignment.over:
                 assignment.over = True
                 actions.append(AssignmentOver(assignment))
         return actions
 
-    def _end(self, state: FlowState, why: str) -> list[Action]:
+    def _end(self, state: FlowState, why: str) -> list[FlowAction]:
         self.state = state
         self.story.append(why)
-        actions: list[Action] = []
+        actions: list[FlowAction] = []
         for attempt in list(self.attempts):
             if state is FlowState.DONE:
                 actions.append(attempt.acknowledge())
@@ -511,7 +394,7 @@ class Flow:
                 actions += [abort(assignment) for assignment in attempt.assignments]
             actions += self._close(attempt)
         for want in self.wants:
-            actions += self._let_go(want)
+            actions += [Unwanted(want), *self._let_go(want)]
         self.wants.clear()
         return actions
 
@@ -527,16 +410,12 @@ class Flow:
             assert not self.wants, self.story
         assignments = [assignment for attempt in self.attempts for assignment in attempt.assignments]
         assignments += [want.offer for want in self.wants if want.offer is not None]
-        assert len({(assignment.place, assignment.key) for assignment in assignments}) == len(assignments), self.story
+        assert len({(assignment.life, assignment.key) for assignment in assignments}) == len(assignments), self.story
         for attempt in self.attempts:
             assert attempt.unfinished, self.story
         for choice in self.choices if self.running else ():
             under_way = [each for each in self.attempts if choice in each.unfinished]
-            going_on = [each for each in under_way if self._source(each, choice) is None]
+            going_on = [each for each in under_way if self.attempts.source_of(each, choice) is None]
             wanted = [want for want in self.wants if choice in want.choices]
             assert len(under_way) <= 2, self.story
             assert choice.ended or len(going_on) + len(wanted) == 1, self.story
-
-
-def _suspected(choice: Choice) -> bool:
-    return choice.suspicion is not Suspicion.NONE

@@ -6,9 +6,8 @@ off and recovers, and knows no HTTP.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from common.contract.errors import BatonError, Cause
@@ -88,22 +87,6 @@ class PromptDelta:
     scores: TokenScores
 
 
-class Details(Mapping[str, object]):
-    """Details by name, each computed when it is read: every request asks for `Readiness`, and few for its details."""
-
-    def __init__(self, **compute: Callable[[], object]) -> None:
-        self._compute = compute
-
-    def __getitem__(self, name: str) -> object:
-        return self._compute[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._compute)
-
-    def __len__(self) -> int:
-        return len(self._compute)
-
-
 class Readiness(NamedTuple):
     """Whether a request that arrives now could be served."""
 
@@ -112,8 +95,8 @@ class Readiness(NamedTuple):
     """One line for an operator."""
     max_sequence_tokens: int | None = None
     """Most tokens, prompt and output, of one sequence at any usable decode worker; None while unknown."""
-    details: Mapping[str, object] = MappingProxyType({})
-    """Further details that `/ready` shows; JSON values only."""
+    details: Callable[[], Mapping[str, object]] = dict
+    """Returns further details, which `/ready` shows; JSON values only. Few of those who ask want them."""
 
 
 class GenerationFailed(BatonError):  # noqa: N818 (the protocol's word for this end is Failed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from typing import NamedTuple
 
 from common.contract.ids import RequestKey
@@ -74,7 +75,7 @@ class Leg:
     number: int
     begun_at: float
     failed_at: float | None
-    """When the preceding attempt failed."""
+    """When the preceding attempt failed; None if it goes on, or there is none."""
     decode_address: str
     prefill_address: str | None
     """None if the decode worker computes the prompt, or takes over a running sequence."""
@@ -142,6 +143,7 @@ class Waterfall:
     _legs: dict[int, dict[RequestKey, Leg]] = field(default_factory=dict)
     """Choice → its legs by attempt, in the order of their beginnings."""
     _failed_at: dict[int, float] = field(default_factory=dict)
+    """Choice → when an attempt at it failed, until the next one begins."""
 
     # --- marks ---------------------------------------------------------------------------------------------------
 
@@ -155,8 +157,10 @@ class Waterfall:
         self.opened_at = now
 
     def failed(self, choices: Iterable[int], now: float) -> None:
-        """Mark the failure of the attempt at these choices; another attempt is to follow."""
-        self._failed_at |= dict.fromkeys(choices, now)
+        """Mark the failure of the attempt at these choices; another attempt is to follow. Failures before it has begun
+        change nothing."""
+        for choice in choices:
+            self._failed_at.setdefault(choice, now)
 
     def began(
         self,
@@ -175,7 +179,7 @@ class Waterfall:
             legs[key] = Leg(
                 number=len(legs) + 1,
                 begun_at=now,
-                failed_at=self._failed_at.get(choice),
+                failed_at=self._failed_at.pop(choice, None),
                 decode_address=decode,
                 prefill_address=prefill,
                 moving=moving,
@@ -195,18 +199,23 @@ class Waterfall:
         nor reported about, set its `last_at`."""
         return self._legs[choice][key]
 
-    def tokens(self, key: RequestKey, choice: int, role: Role, now: float) -> None:
-        """Mark the arrival of new tokens of a choice from the attempt's worker of this role."""
-        leg = self._legs.get(choice, {}).get(key)
+    def tokens(self, key: RequestKey, choice: int, role: Role, now: float) -> float | None:
+        """Mark the arrival of new tokens of a choice from the attempt's worker of this role. Returns when the failure
+        came after which they are the first tokens; None if there was none."""
+        legs = self._legs.get(choice, {})
+        leg, failed_at = legs.get(key), None
         if leg is None:
-            return
+            return None
         if leg.first_at is None:
+            without_tokens = takewhile(lambda each: each.first_at is None, reversed(legs.values()))
+            failed_at = min((each.failed_at for each in without_tokens if each.failed_at is not None), default=None)
             leg.first_at, leg.first_role = now, role
             if self.first_token_at is None:
                 self.first_token_at = now
         if leg.coming is not None and role is Role.DECODE:
             leg.decode, leg.coming, leg.told_at = leg.coming, None, now
         leg.last_at = now
+        return failed_at
 
     def ended(self, now: float, *, finished: bool) -> None:
         """Mark the end, and compute the segments. `finished`: the client has the last token; else the request
@@ -239,6 +248,10 @@ class Waterfall:
     def last_token_at(self) -> float:
         """When the last token came; minus infinity if none did."""
         return max(map(_last_token_at, self._legs.values()), default=float("-inf"))
+
+    def last_token_of(self, choice: int) -> float:
+        """When the last token of a choice came; minus infinity if none did."""
+        return _last_token_at(self._legs[choice])
 
     @property
     def e2e_ns(self) -> int:

@@ -3,7 +3,7 @@ state.
 
 A row holds what is known of a worker and does not depend on a request. It is computed when that changes: with a
 heartbeat, when work is given, and when work ends. What depends on a request or on the time is computed from whole
-columns (`gateway.routing.estimates`).
+columns (`gateway.dispatch.estimates`).
 
 Why columns, and not candidates in an order: a prompt's expected time depends on its length and tier, the present time
 and each worker's speed, so no order of the workers holds for two requests. A walk through an ordered list needs bounds
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.contract.tiers import Tier
-from gateway.serving.attempt import WorkerLife
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import WorkerView
 
 Rows: TypeAlias = NDArray[np.intp]
@@ -94,17 +94,18 @@ class LoadTable:
         """The values as a column, with 0 for workers that have none. Values of workers that are not here are left
         out."""
         column = np.zeros(len(self.workers))
-        for place, value in values.items():
-            row = self._rows.get(place.address)
-            if row is not None and self.workers[row].incarnation == place.incarnation:
+        for life, value in values.items():
+            row = self._rows.get(life.address)
+            if row is not None and self.workers[row].incarnation == life.incarnation:
                 column[row] = value
         return column
 
-    def rows_of(self, places: Iterable[WorkerLife]) -> Rows:
-        """Rows of those of the places that are here."""
-        found = [(self._rows.get(place.address), place.incarnation) for place in places]
+    def rows_of(self, lives: Iterable[WorkerLife]) -> Rows:
+        """Rows of those of the worker lives that are here."""
+        found = [(self._rows.get(life.address), life.incarnation) for life in lives]
         return np.array(
-            [row for row, life in found if row is not None and self.workers[row].incarnation == life], dtype=np.intp
+            [row for row, incarnation in found if row is not None and self.workers[row].incarnation == incarnation],
+            dtype=np.intp,
         )
 
 

@@ -24,7 +24,7 @@ from typing import Final
 
 from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash
 from common.contract.messages import CacheEvents
-from gateway.serving.attempt import WorkerLife
+from gateway.workers.worker_life import WorkerLife
 
 NUM_PARTS: Final = 256
 """Names are divided by their first byte, so that no event takes the time of looking through all of them."""
@@ -43,7 +43,7 @@ class PrefixIndex:
         for."""
         self._bits: dict[WorkerLife, int] = {}
         """The bit of each worker."""
-        self._places: dict[int, WorkerLife] = {}
+        self._lives: dict[int, WorkerLife] = {}
         """Bit → its worker."""
         self._live = 0
         """All bits of workers."""
@@ -57,20 +57,20 @@ class PrefixIndex:
         self.num_forgotten = 0
         """Names forgotten because the index was full."""
 
-    def apply(self, place: WorkerLife, events: CacheEvents) -> None:
+    def apply(self, life: WorkerLife, events: CacheEvents) -> None:
         """Apply a worker's report of its cache."""
         if events.begins:
-            self.forget(place)
-        bit = self._bits.get(place) or self._admit(place)
+            self.forget(life)
+        bit = self._bits.get(life) or self._admit(life)
         self._remove(bit, events.removed)
         self._store(bit, events.stored)
         self._clean_a_part()
 
-    def forget(self, place: WorkerLife) -> None:
+    def forget(self, life: WorkerLife) -> None:
         """Forget a worker's blocks, because its process or its session has ended."""
-        bit = self._bits.pop(place, 0)
+        bit = self._bits.pop(life, 0)
         if bit:
-            del self._places[bit]
+            del self._lives[bit]
             self._num_held.pop(bit, None)
             self._live ^= bit
             self._dead |= bit
@@ -107,8 +107,8 @@ class PrefixIndex:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        assert self._bits == {place: bit for bit, place in self._places.items()}
-        assert self._live == sum(self._places)
+        assert self._bits == {life: bit for bit, life in self._lives.items()}
+        assert self._live == sum(self._lives)
         assert sum(self._free) + self._live + self._dead == (1 << self._num_bits) - 1, "a bit is lost, or used twice"
         assert self._cleaned & ~self._dead == 0
         num_held: Counter[int] = Counter()
@@ -122,15 +122,15 @@ class PrefixIndex:
         assert num_held == +self._num_held
 
     def _each_has(self, holders: int, num_held: int) -> dict[WorkerLife, int]:
-        return {self._places[bit]: num_held for bit in _each(holders)}
+        return {self._lives[bit]: num_held for bit in _each(holders)}
 
     @property
     def _num_bits(self) -> int:
-        return len(self._free) + len(self._places) + self._dead.bit_count()
+        return len(self._free) + len(self._lives) + self._dead.bit_count()
 
-    def _admit(self, place: WorkerLife) -> int:
+    def _admit(self, life: WorkerLife) -> int:
         bit = self._free.pop() if self._free else 1 << self._num_bits
-        self._bits[place], self._places[bit] = bit, place
+        self._bits[life], self._lives[bit] = bit, life
         self._live |= bit
         return bit
 

@@ -15,9 +15,9 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
 from common.contract.messages import Heartbeat, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.serving.attempt import WorkerLife
 from gateway.workers.discovery import Endpoint
 from gateway.workers.load_table import LoadTable, Rows
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given, WorkerView
 
 log = logging.getLogger(__name__)
@@ -100,11 +100,11 @@ class Registry:
         worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
         worker.session = next(self._sessions)
         worker.forget_given()
-        if worker.life != incarnation:
-            if worker.life is not None:
+        if worker.last_incarnation != incarnation:
+            if worker.last_incarnation is not None:
                 worker.restarts += 1
                 self.num_restarts[worker.role] += 1
-            worker.life = incarnation
+            worker.last_incarnation = incarnation
             worker.in_flight = 0
         worker.refused, worker.stalled = None, False
         worker.full = worker.leaving = False
@@ -165,10 +165,10 @@ class Registry:
         self.workers[address].refused = why
         self._usable = None
 
-    def takes(self, place: WorkerLife) -> bool:
+    def takes(self, life: WorkerLife) -> bool:
         """Whether an admitted request may be sent there now."""
-        worker = self.workers.get(place.address)
-        return worker is not None and worker.incarnation == place.incarnation and worker.usable and not worker.full
+        worker = self.workers.get(life.address)
+        return worker is not None and worker.incarnation == life.incarnation and worker.usable and not worker.full
 
     def took(self, address: str, given: Given) -> None:
         """Record work given to a worker."""
@@ -181,7 +181,7 @@ class Registry:
         """Record the end of a request's part at a worker. `given`, the work it was given, need no longer be confirmed.
         Inert if that incarnation of the worker is over."""
         worker = self.workers.get(address)
-        if worker is None or worker.life != incarnation:
+        if worker is None or worker.last_incarnation != incarnation:
             return
         worker.in_flight -= 1
         if given is not None:

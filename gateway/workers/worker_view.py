@@ -9,8 +9,8 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.serving.attempt import WorkerLife
 from gateway.workers.token_rates import TokenRates
+from gateway.workers.worker_life import WorkerLife
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,7 +38,7 @@ class WorkerView:
     """Set while the worker's session is open."""
     session: int = 0
     """Number of its last session, counted over all workers: a larger number means that the session began later."""
-    life: Incarnation | None = None
+    last_incarnation: Incarnation | None = None
     """The last incarnation that had an open session. Requests are counted per incarnation."""
     restarts: int = 0
     """How often another incarnation has replaced the last one."""
@@ -121,7 +121,7 @@ class WorkerView:
         self.gone = [0] * len(Tier)
 
     @property
-    def place(self) -> WorkerLife:
+    def life(self) -> WorkerLife:
         """Its address and incarnation; valid only while its session is open."""
         assert self.incarnation is not None
         return WorkerLife(self.address, self.incarnation)

@@ -22,7 +22,7 @@ from chaos.client import Outcome, ask
 from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, begun_anew_if_collapsed, theatre
 from common.contract.errors import Cause
 from common.contract.messages import Role
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import GenerationFailed
 from gateway.workers.registry import Registry
 
@@ -177,7 +177,7 @@ async def recovered(stage: Theatre, dispatcher: Dispatcher, registry: Registry) 
     async with asyncio.timeout(60):
         while not all(worker.usable for worker in registry.workers.values()):
             stage.revive()
-            dispatcher.tell(stage.d1.address, drain=False)
+            dispatcher.links.tell(stage.d1.address, drain=False)
             await asyncio.sleep(0.1)
 
 
@@ -217,7 +217,7 @@ async def test_a_reset_while_tokens_flow_restarts_nobody(stage: Theatre, referen
         expected = await references("300 tokens", ask, PROMPT)
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
             await settled(stage, dispatcher, registry)
-            traffic = dispatcher._links[d1.address].traffic
+            traffic = dispatcher.links._links[d1.address].traffic
             before = traffic.sessions_lost, sum(dispatcher.recovery.failovers.values())
             num_resets = num_resyncs = 0
 
@@ -269,7 +269,7 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
             with on_d1():
                 task = ask(PROMPT)
                 await until(lambda: d1.waiting("step") == 1, "it does not run")
-            dispatcher.tell(d1.address, drain=True)
+            dispatcher.links.tell(d1.address, drain=True)
             return task
 
         async def cut() -> None:
@@ -297,7 +297,7 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
         try:
             async with happening(stage, registry, fault, d1 if who == "source" else d2, gate):
                 if who == "sink":
-                    dispatcher.tell(d1.address, drain=False)  # it is the only one that is left
+                    dispatcher.links.tell(d1.address, drain=False)  # it is the only one that is left
                     d1.open("step")
                 answered = await task
         finally:

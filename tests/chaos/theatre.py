@@ -21,7 +21,7 @@ from stack import BLOCK_SIZE, Process, Workers, until, wait_until
 
 from chaos.net import Host, hosts
 from common.contract.messages import Role
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 
 _UCX_ABORT = re.compile(r"^\[[^\]]+:\d+ *:\d+(:\d+)?\]\s+\w+\.(c|inl):\d+\s+(Assertion |Fatal: )")
@@ -196,7 +196,7 @@ class Theatre:
                     if last_try:
                         raise
             for actor in self.actors:
-                dispatcher.tell(actor.address, drain=False)
+                dispatcher.links.tell(actor.address, drain=False)
             yield dispatcher, registry
 
 

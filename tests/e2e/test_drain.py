@@ -35,7 +35,7 @@ from stack import (
 
 from common.contract.errors import Cause
 from common.contract.messages import Role
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, GenerationFailed
 from gateway.workers.registry import Registry
 
@@ -79,7 +79,7 @@ class Stage:
                 for gate in self.leaving.closed.copy():
                     self.leaving.open(gate)
                 for process in self.workers.decode:
-                    dispatcher.tell(process.facts["control"], drain=False)
+                    dispatcher.links.tell(process.facts["control"], drain=False)
                 await until(self.serves, "it does not resume")
 
     def serves(self) -> bool:
@@ -170,7 +170,7 @@ async def test_a_stream_moves_and_computes_nothing_again(stage: Stage, length: i
         tail = other.metric("baton_move_tail_blocks_total")
         async with streaming(stage, dispatcher, registry, length, **sampling) as task:
             computed = computed_by(stage.workers)
-            assert dispatcher.tell(stage.address, drain=True)
+            assert dispatcher.links.tell(stage.address, drain=True)
             await leave(stage)
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
@@ -183,7 +183,7 @@ async def test_a_stream_moves_and_computes_nothing_again(stage: Stage, length: i
         assert other.metric("baton_move_tail_blocks_total") - tail <= 2, "the pause grows with the sequence"
         await until(lambda: leaving.state()["safe_to_delete"], "it is not drained")
         assert leaving.state()["phase"] == "drained"
-        dispatcher.tell(stage.address, drain=False)
+        dispatcher.links.tell(stage.address, drain=False)
         await until(lambda: leaving.state()["phase"] == "serving", "it does not resume")
         assert leaving.state()["ready"]
 
@@ -194,7 +194,7 @@ async def test_every_choice_moves_by_itself(stage: Stage) -> None:
         expected = await answer(dispatcher, generation(prompt(80, 80), **(LONG | sampling)))
         async with streaming(stage, dispatcher, registry, 80, **sampling) as task:
             computed = computed_by(stage.workers)
-            dispatcher.tell(stage.address, drain=True)
+            dispatcher.links.tell(stage.address, drain=True)
             await leave(stage, 3)
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
@@ -207,7 +207,7 @@ async def test_without_another_worker_a_stream_finishes_where_it_is(stage: Stage
     async with stage.gateway() as (dispatcher, registry):
         async with streaming(stage, dispatcher, registry, 100) as task:
             for address in (second, first):
-                dispatcher.tell(address, drain=True)
+                dispatcher.links.tell(address, drain=True)
             await until(lambda: not registry.usable(Role.DECODE), "they do not drain")
             with pytest.raises(GenerationFailed) as refused:
                 await answer(dispatcher, generation(prompt(1, 9)))
@@ -279,7 +279,7 @@ async def test_a_prefill_worker_that_drains_hands_its_queue_back(
             with avoided(registry, other):
                 tasks = [asyncio.create_task(answer(dispatcher, generation(each, cache_salt="b"))) for each in prompts]
                 await until(lambda: leaving.state()["waiting"] > 0, "nobody waits")
-            dispatcher.tell(leaving.address, drain=True)
+            dispatcher.links.tell(leaving.address, drain=True)
             await until(lambda: leaving.state()["phase"] == "draining", "it does not drain")
             leaving.open("step")
             found = await asyncio.wait_for(asyncio.gather(*tasks), 60)

@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint
 from stack import Process, Workers, answer, generation, prompt, until
 
 from common.contract.errors import Cause
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta
 
 NUM_SEQS, NUM_WAITING = 2, 1
@@ -63,7 +63,7 @@ def held(process: Process) -> int:
 
 def are_at(dispatcher: Dispatcher, process: Process) -> set[tuple[int, ...]]:
     """The prompts of the requests that a decode worker has."""
-    flows = [flow for flow, _ in dispatcher.open_flows() if flow.keys_at(process.facts["control"])]
+    flows = [flow for flow in dispatcher.open_flows() if flow.keys_at(process.facts["control"])]
     return {flow.generation.token_ids for flow in flows}
 
 

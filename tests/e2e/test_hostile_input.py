@@ -208,41 +208,6 @@ async def _leave_at_once(gateway: Gateway) -> None:
         writer.transport.abort()
 
 
-async def _send_a_body_slowly(gateway: Gateway) -> None:
-    """A byte now and then: until the body is late."""
-    reader, writer = await connect(gateway.open)
-    writer.write(head("POST", COMPLETIONS, "Content-Length: 1000"))
-    drip = asyncio.create_task(_drip(writer))
-    status, body = answers_in(await reader.read())[0]
-    assert status == 408
-    check_answer(status, body)
-    drip.cancel()
-    writer.transport.abort()
-
-
-async def _send_a_head_slowly(gateway: Gateway) -> None:
-    reader, writer = await connect(gateway.open)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
-    drip = asyncio.create_task(_drip(writer))
-    ((status, body),) = answers_in(await reader.read())
-    assert status == 408
-    check_answer(status, body)
-    drip.cancel()
-    writer.transport.abort()
-
-
-async def _drip(writer: asyncio.StreamWriter) -> None:
-    while True:
-        await asyncio.sleep(0.1)
-        writer.write(b"x")
-
-
-async def _say_nothing(gateway: Gateway) -> None:
-    reader, writer = await connect(gateway.open)
-    assert await reader.read() == b""
-    writer.close()
-
-
 async def _promise_a_body_and_stop(gateway: Gateway) -> None:
     raw = await send(gateway.open, head("POST", COMPLETIONS, "Content-Length: 1000") + b"{", half_close=True)
     for status, body in answers_in(raw):
@@ -323,27 +288,11 @@ async def _upgrade_and_flood(gateway: Gateway) -> None:
         check_answer(*answer)
 
 
-async def _open_too_many(gateway: Gateway) -> None:
-    """More connections than may be: the last ones are turned away, and once the others are late there is room again."""
-    opened = [await connect(gateway.open) for _ in range(300)]
-    answers = [answers_in(await reader.read()) for reader, _ in opened]
-    for _, writer in opened:
-        writer.close()
-    refused = [found for found in answers if found]
-    assert 40 <= len(refused) <= 60, len(refused)
-    for ((status, body),) in refused:
-        assert status == 503
-        check_answer(status, body)
-
-
 INTERACTIVE: dict[str, Callable[[Gateway], Awaitable[None]]] = {
     each.__name__[1:].replace("_", " "): each
     for each in (
         _leave_midway,
         _leave_at_once,
-        _send_a_body_slowly,
-        _send_a_head_slowly,
-        _say_nothing,
         _promise_a_body_and_stop,
         _read_nothing,
         _pipeline,
@@ -353,7 +302,6 @@ INTERACTIVE: dict[str, Callable[[Gateway], Awaitable[None]]] = {
         _expect_to_continue_and_leave,
         _upgrade_and_go_on,
         _upgrade_and_flood,
-        _open_too_many,
     )
 }
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from stack import Answer, Process, Workers, answer, generation, prompt, until
 
-from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.router import LocalPrefill
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.router import LocalPrefill
 from gateway.serving.generation import Delta, Generation
 
 CHUNK = 16
@@ -91,7 +91,7 @@ async def test_a_worker_that_does_both_gives_the_same_answers(
     async with workers.dispatcher() as dispatcher:
         assert (dispatcher.ready().ready, dispatcher.ready().reason) == (True, "ready")
         assert await ask(dispatcher, mixed(mode)) == disaggregated
-        assert dispatcher.num_local_prefills[LocalPrefill.COLOCATED] == len(disaggregated)
+        assert dispatcher.placement.num_local_prefills[LocalPrefill.COLOCATED] == len(disaggregated)
         assert workers.metric(COMPUTED) - computed == NUM_TOKENS
         # Once more: what is cached now is not computed again, but for a last token's logits.
         assert await ask(dispatcher, mixed(mode)) == disaggregated
@@ -153,7 +153,7 @@ async def test_without_prefill_workers_the_decode_workers_go_on_alone(
             before = local.metric(COMPUTED)
             assert await ask(dispatcher, mixed("after")) == disaggregated
             assert local.metric(COMPUTED) - before == NUM_TOKENS
-            assert dispatcher.num_local_prefills[LocalPrefill.NO_PREFILL_WORKER] == len(disaggregated)
+            assert dispatcher.placement.num_local_prefills[LocalPrefill.NO_PREFILL_WORKER] == len(disaggregated)
         completion = await asyncio.to_thread(complete, gateway, prompt(760, 100))
         assert completion["usage"]["completion_tokens"] == 7
         assert gateway.metric("baton_gateway_local_prefills_total", reason="no_prefill_worker") == 1

@@ -31,9 +31,9 @@ from common.contract.messages import (
     Welcome,
 )
 from common.contract.sampling import SamplingParams
-from gateway.routing import router
-from gateway.routing.dispatcher import Dispatcher
-from gateway.routing.router import LocalPrefill
+from gateway.dispatch import router
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.router import LocalPrefill
 
 NEW_TEXT = (100, 1, 15, 16, 17, 33, 5, 48)
 """Tokens that each turn adds to the prompt, besides the answer before."""
@@ -152,7 +152,7 @@ async def test_a_turn_computes_its_new_text_and_pulls_the_answer_before_from_whe
             # The decode worker reads only what it has not born, or read, itself.
             assert bytes_read == (-(-len(turn.prompt) // BLOCK_SIZE) - turn.num_known // BLOCK_SIZE) * BLOCK_BYTES
             num_held = len(turn.prompt) // BLOCK_SIZE * BLOCK_SIZE
-    assert dispatcher.num_prefix_hints == len(NEW_TEXT) - 1
+    assert dispatcher.placement.num_prefix_hints == len(NEW_TEXT) - 1
     assert answers == await uncached(seed, sampling=sampling)
 
 
@@ -190,7 +190,7 @@ async def test_a_turn_with_little_new_text_is_computed_where_the_answer_was_born
             assert turn.num_computed == len(turn.prompt) - turn.num_known
             assert turn.num_cached == turn.num_known
             turns.append(turn)
-        assert dispatcher.num_local_prefills[LocalPrefill.SHORT] == len(turns) - 1
+        assert dispatcher.placement.num_local_prefills[LocalPrefill.SHORT] == len(turns) - 1
     now = [process.metric(COMPUTED) for process in (*main_pool.prefill, *main_pool.decode)]
     *by_prefill, first, second = (after - before for after, before in zip(now, computed, strict=True))
     assert sum(by_prefill) == len(turns[0].prompt)

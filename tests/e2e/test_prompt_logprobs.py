@@ -27,7 +27,7 @@ from common.engine.batch import InvalidLogitsError
 from common.engine.engine import Engine
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.registry import Registry
 
@@ -149,7 +149,7 @@ async def test_another_worker_goes_on_where_the_client_is(checkpoint: Callable[[
         _, _, decode_at, _ = await stack.enter_async_context(worker(Role.DECODE, checkpoint("llama")))
         registry = Registry(tuple(prefill), (decode_at,), config_hash(checkpoint("llama")))
         dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=20))
-        running = asyncio.create_task(dispatcher.run())
+        running = asyncio.create_task(dispatcher.links.run())
         stack.callback(running.cancel)
         async with asyncio.timeout(20):
             while dispatcher.ready().reason != "ready" or len(registry.usable(Role.PREFILL)) < 2:

@@ -13,8 +13,8 @@ import openai
 import pytest
 from stack import BLOCK_BYTES, MODEL, Process, Workers, generation, prompt
 
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.intake.structured_output import compile_grammar
-from gateway.routing.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 
 Pool = Callable[..., Workers]

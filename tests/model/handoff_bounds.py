@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from decode_worker.migration import Departures
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequences import Sequences
 from kv_transfer.sink import Pull
 from kv_transfer.source import LeaseTable
 
@@ -35,7 +35,7 @@ class Parts:
     pool: type[BlockPool] = BlockPool
     fence: type[AttemptFence] = AttemptFence
     departures: type[Departures] = Departures
-    scheduler: type[DecodeScheduler] = DecodeScheduler
+    sequences: type[Sequences] = Sequences
 
 
 @dataclass(frozen=True)

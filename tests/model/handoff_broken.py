@@ -14,7 +14,7 @@ from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from decode_worker.migration import Departures
 from decode_worker.request import Generation
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequences import Sequences
 from kv_transfer import sink as pulls
 from kv_transfer.events import Unpinned
 from kv_transfer.lease import Lease
@@ -107,7 +107,7 @@ class EarlyCut(Departures):
         self.cut()
 
 
-class NoCut(DecodeScheduler):
+class NoCut(Sequences):
     """Offers the blocks of a sequence, and goes on generating it."""
 
     def leave(self, generation: Generation) -> list[int]:
@@ -127,7 +127,7 @@ BROKEN: dict[str, tuple[Parts, Bounds, str]] = {
         only("move", **TWO),
         "two owners: a step in flight names a block",
     ),
-    "no cut": (Parts(scheduler=NoCut), only("move", **TWO), "two owners: a sequence goes on after its cut"),
+    "no cut": (Parts(sequences=NoCut), only("move", **TWO), "two owners: a sequence goes on after its cut"),
     "no quarantine": (Parts(pull=NoQuarantine), only("abort"), "two owners: a read under way"),
 }
 """What is left out → the parts without it, bounds in which that shows, and what the search finds."""

@@ -13,18 +13,19 @@ from common.contract.errors import Cause
 from common.contract.ids import Handle, Incarnation, RequestKey
 from common.contract.messages import Message, RequestMessage, Role, StepTokens, Tokens
 from common.contract.sampling import SamplingParams
-from gateway.serving import flow as flows
-from gateway.serving.attempt import Deliver, Send, WorkerLife
-from gateway.serving.flow import Flow, PlacementRequest
+from gateway.serving.attempt import Deliver, SendToWorker
+from gateway.serving.flow import Flow
+from gateway.serving.flow_actions import Done, Fail, FlowAction, PlacementRequest
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import Crash
+from gateway.workers.worker_life import WorkerLife
 
 if TYPE_CHECKING:
     from handoff_world import World
 
 
 class Gateway:
-    """`gateway.routing.dispatcher.Dispatcher` for one request."""
+    """`gateway.dispatch.dispatcher.Dispatcher` for one request."""
 
     me = GATEWAY
     name = GATEWAY
@@ -42,7 +43,7 @@ class Gateway:
         )
         self.num_drawn = 0
         self.waiting: list[PlacementRequest] = []
-        self.places: dict[str, Incarnation] = {}
+        self.lives: dict[str, Incarnation] = {}
         """Workers with an open session."""
         self.num_tokens = len(PROMPT)
         self.num_attempts = 0
@@ -51,18 +52,18 @@ class Gateway:
         self.excused = False
         """Whether the request may fail: its time was up."""
 
-    def do(self, actions: Iterable[flows.Action]) -> None:
+    def do(self, actions: Iterable[FlowAction]) -> None:
         """Carry out what the flow decided."""
         for action in actions:
             match action:
-                case Send(part, message):
-                    self.world.link(self.me, part.place.address).send_up(message)
+                case SendToWorker(part, message):
+                    self.world.link(self.me, part.life.address).send_up(message)
                 case Deliver(delta):
                     self.deliver(delta.token_ids)
                 case PlacementRequest():
                     self.waiting.append(action)
                     self.look_again()
-                case flows.Done() | flows.Fail():
+                case Done() | Fail():
                     self.ends += 1
                     assert self.ends == 1, "two ends"
 
@@ -82,19 +83,19 @@ class Gateway:
                 self.waiting.remove(want)
                 self.excused = True
                 self.do(self.flow.fail(Cause.WORKER_LOST, "tried often enough"))
-            elif want.offer is not None and self.places.get(want.offer.place.address) != want.offer.place.incarnation:
+            elif want.offer is not None and self.lives.get(want.offer.life.address) != want.offer.life.incarnation:
                 self.waiting.remove(want)
                 self.do(self.flow.without_offer(want))
             else:
                 self.place(want)
 
     def place(self, want: PlacementRequest) -> None:
-        """As `gateway.routing.router` and `gateway.routing.placement` would, with no load anywhere."""
+        """As `gateway.dispatch.router` and `gateway.dispatch.candidates` would, with no load anywhere."""
         decodes = self.usable(Role.DECODE)
-        prefills = [place for place in self.usable(Role.PREFILL) if place not in want.avoid]
+        prefills = [life for life in self.usable(Role.PREFILL) if life not in want.avoid]
         if not decodes or not self.flow.running:
             return
-        decode = next((place for place in decodes if place not in want.avoid), decodes[0])
+        decode = next((life for life in decodes if life not in want.avoid), decodes[0])
         prefill = prefills[0] if prefills and want.offer is None else None
         self.waiting.remove(want)
         self.num_attempts += 1
@@ -102,17 +103,17 @@ class Gateway:
 
     def usable(self, role: Role) -> list[WorkerLife]:
         first = "p" if role is Role.PREFILL else "d"
-        return [WorkerLife(f"{a}", self.places[a]) for a in sorted(self.places) if a.startswith(first)]
+        return [WorkerLife(f"{a}", self.lives[a]) for a in sorted(self.lives) if a.startswith(first)]
 
     def can_move(self, address: str) -> bool:
         """Whether another worker could take over what this one generates."""
-        others = [place for place in self.usable(Role.DECODE) if place.address != address]
-        return bool(others) and bool(self.flow.movable(address))
+        others = [life for life in self.usable(Role.DECODE) if life.address != address]
+        return bool(others) and bool(self.flow.attempts.movable(address))
 
     def move(self, address: str) -> None:
         """A decode worker drains: others take over what it generates."""
-        for attempt, choice in self.flow.movable(address):
-            refuge = next(place for place in self.usable(Role.DECODE) if place.address != address)
+        for attempt, choice in self.flow.attempts.movable(address):
+            refuge = next(life for life in self.usable(Role.DECODE) if life.address != address)
             self.do(self.flow.move(attempt, choice, refuge, DEADLINE, now=0.0))
 
     def cancel(self) -> None:
@@ -128,14 +129,14 @@ class Gateway:
                 self.take(address, handle, position, token_id)
             return
         assert isinstance(message, RequestMessage)
-        found = self.flow.find(message.key, address)
+        found = self.flow.attempts.find(message.key, address)
         if found is not None:
             self.do(self.flow.on_message(*found, message))
 
     def take(self, address: str, handle: Handle, position: int, token_id: int) -> None:
         """A token of a step: most need nothing else, the others are handled as if told by `Tokens`."""
         for attempt in self.flow.attempts:
-            if attempt.decode.place.address == address and handle in attempt.decode.handles:
+            if attempt.decode.life.address == address and handle in attempt.decode.handles:
                 [choice] = attempt.choices.values()
                 if attempt.take(choice, position, token_id):
                     self.deliver([token_id])
@@ -146,17 +147,17 @@ class Gateway:
                 return
 
     def listed(self, address: str) -> tuple[RequestKey, ...]:
-        return tuple(part.key for _, part in self.flow.assignments_at(address))
+        return tuple(part.key for _, part in self.flow.attempts.at(address))
 
     def on_resync(self, link: Link, known: tuple[RequestKey, ...]) -> None:
-        for attempt, part in self.flow.assignments_at(link.address):
+        for attempt, part in self.flow.attempts.at(link.address):
             if part.key in link.listed:
                 self.do(self.flow.on_resync(attempt, part, known=part.key in known))
 
     def on_lost(self, address: str, *, crashed: bool) -> None:
-        self.places.pop(address, None)
+        self.lives.pop(address, None)
         self.do(self.flow.worker_lost(address, "lost", Crash(at=0.0) if crashed else None))
 
     def on_open(self, address: str, worker: Incarnation) -> None:
-        self.places[address] = worker
+        self.lives[address] = worker
         self.look_again()

@@ -28,6 +28,7 @@ from common.worker import front
 from decode_worker import core as decode_core
 from decode_worker import migration
 from decode_worker import request as decode_request
+from decode_worker import scheduler as decode_scheduler
 from gateway.serving import attempt, flow
 from kv_transfer import lease, lender, sink, source
 from prefill_worker import core as prefill_core
@@ -89,7 +90,7 @@ def playing(parts: Parts = Parts(), steps: Steps | None = None) -> Iterator[None
         for user in (decode_core, migration):
             patch.setattr(user, "Pull", parts.pull)
         patch.setattr(decode_core, "Departures", parts.departures)
-        patch.setattr(decode_core, "DecodeScheduler", parts.scheduler)
+        patch.setattr(decode_scheduler, "Sequences", parts.sequences)
         for module in (decode_request, prefill_request, lease, sink):
             patch.setattr(module, "follow", noted)
         try:

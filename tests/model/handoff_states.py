@@ -49,15 +49,18 @@ from decode_worker.entrance import Entrance
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.migration import Arrivals, Departures
 from decode_worker.policy import Policy
+from decode_worker.preemption import Preemption
 from decode_worker.request import DecodeRequest, Generation, LocalPrompt
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequences import Sequences
 from decode_worker.steps import Planned as DecodePlan
 from decode_worker.steps import Steps as DecodeSteps
 from decode_worker.swap_space import SwapSpace
 from gateway.serving import generation
-from gateway.serving.attempt import Attempt, WorkerLife
+from gateway.serving.attempt import Attempt
 from gateway.serving.flow import Flow
+from gateway.workers.worker_life import WorkerLife
 from kv_transfer.lease import Lease
 from kv_transfer.lender import Lender
 from kv_transfer.pull_times import PullTimes
@@ -184,23 +187,25 @@ _NO_DIFFERENCE: dict[type, str] = {
     DecodeCore: "settings engine totals",
     DecodePlan: "number decoding",
     DecodeRequest: "chain order story deadline",
-    DecodeScheduler: "_pool _policy _costs num_recomputed num_revoked",
+    DecodeScheduler: "_pool _policy",
     Entrance: "_pool _policy _costs _num_orders num_prefix_queried num_prefix_hit",
     Flow: "generation story num_duplicates num_gaps failures",
     Front: "_ended",
-    Generation: "chain order rank due_step end_step timings",
+    Generation: "chain order rank timings",
     Lease: "story",
     LeaseTable: "_epoch num_expired num_reclaimed",
     Lender: "_num_prefixes_lent",
     LocalPrompt: "urgency",
     LocalPrompts: "_policy _costs",
+    Preemption: "_pool _policy num_recomputed num_revoked",
     PrefillCore: "settings engine totals",
     PrefillPlan: "number",
     PrefillRequest: "urgency block_hashes story deadline",
-    PrefillScheduler: "_pool _num_admitted _num_uncomputed num_prefix_queried num_prefix_hit",
+    PrefillScheduler: "_pool _costs _num_admitted num_prefix_queried num_prefix_hit",
     Pull: "story",
     Arrivals: "_pool num_tail_blocks",
     Departures: "_pool num_moved",
+    Sequences: "_pool _policy",
     SwapSpace: "_policy _costs num_swapped",
     Read: "read_id",
     Worker: "num_drawn sent runs_ahead",
@@ -247,7 +252,7 @@ class _Reader:
 
     def heap(self, heap: LazyHeap[Any]) -> Any:
         """The items in their order. What orders them is only compared."""
-        return self.items([item for _, number, item in sorted(heap._heap) if heap._entries.get(item) == number])
+        return self.items([item for _, _, item in sorted(heap._entries.values())])
 
     def queue(self, queue: FairQueue[Any]) -> Any:
         """The items that wait. There is one tenant, so no account of service decides anything."""
@@ -259,7 +264,7 @@ class _Reader:
 
     def batch(self, batch: RunningBatch) -> Any:
         """Sequences with the steps until they need a block, and sequences that are ready."""
-        running = [(self.read(each), each.due_step - batch.step) for each in batch.running()]
+        running = [(self.read(each), batch._due[each] - batch.step) for each in batch.running()]
         return tuple(running), self.items(batch.ready())
 
     def admission(self, admission: Admission) -> Any:

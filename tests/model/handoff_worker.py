@@ -274,7 +274,7 @@ class Worker:
         """A reservation is taken back for a moment, as for a request of a higher tier."""
         [request, *_] = self._revocable()
         step = Step()
-        self.core.scheduler._revoke(request, step)
+        self.core.scheduler.preemption.preempt(request, step, 0.0)
         for each in step.revoked:
             self.core.pulls.revoke(each.pull)
         self._happens(Ticked())
@@ -353,7 +353,7 @@ class Worker:
         if self.core.role is Role.PREFILL:
             tables = [request.block_table for request in self._requests()]
         else:
-            tables = [each.block_table for each in self.core.scheduler._prompts]
+            tables = [each.block_table for each in self.core.scheduler.prompts]
             tables += [each.sequence.block_table for request in self._requests() for each in request.generations]
         return owned + [block for table in tables for block in table]
 
@@ -377,7 +377,7 @@ class Worker:
             is_crowded=bool(self.others),
             num_revocable=len(self._revocable()),
             has_unclaimed=any(lease.complete and lease.sink is None for lease in table._leases.values()),
-            has_early=any(parked.until < DEADLINE for parked in table._parked.values()),
+            has_early=any(parked.until < DEADLINE for parked in table.parked._parked.values()),
             idle=core.idle,
             open_requests=core.open_requests(GATEWAY),
             open_pulls={address: tuple(core.open_pulls(address)) for address in sorted(addresses)},
@@ -404,7 +404,7 @@ class Worker:
             "leases": lender.num_leases,
             "readers": lender.num_readers,
             "parked attaches": lender.num_parked,
-            "expected offers": len(lender._leases._expected),
+            "expected offers": len(lender._leases.parked._expected),
             "blocks": core.pool.num_blocks - core.pool.num_free,
         }
         if core.role is Role.DECODE:

@@ -47,7 +47,7 @@ class World:
         self.gateway = Gateway(self)
         for address, worker in self.workers.items():
             self.links[f"{GATEWAY}>{address}"] = Link(GATEWAY, address, worker.view.me)
-            self.gateway.places[address] = worker.view.me
+            self.gateway.lives[address] = worker.view.me
 
     def begin(self) -> None:
         """The request arrives."""

@@ -72,7 +72,7 @@ def test_nothing_moves_before_the_client_has_some_of_it() -> None:
         play(world, [*ahead, ("lose", "g>d0", "down"), ("deliver", "g>d0", "down")])
         [attempt] = world.gateway.flow.attempts
         assert attempt.decode_has_spoken
-        assert world.gateway.flow.movable(attempt.decode.place.address) == []
+        assert world.gateway.flow.attempts.movable(attempt.decode.life.address) == []
 
 
 def test_equal_worlds_are_one_state_and_copies_are_equal() -> None:

@@ -225,10 +225,10 @@ class Traffic:
 
     def sort_out_local(self) -> None:
         """Prompts computed here come and (when they are preempted) go by themselves."""
-        for request in [r for r in self.waiting if r in self.scheduler._prompts.of_requests]:
+        for request in [r for r in self.waiting if r in self.scheduler.prompts.of_requests]:
             self.waiting.remove(request)
             self.computing.append(request)
-        for request in [r for r in self.computing if r not in self.scheduler._prompts.of_requests]:
+        for request in [r for r in self.computing if r not in self.scheduler.prompts.of_requests]:
             self.computing.remove(request)
             self.waiting.append(request)
 
@@ -289,7 +289,7 @@ class Traffic:
     def begin_step(self) -> None:
         self.now += 1.0
         number = self.pool.step_started()
-        batch = self.scheduler._batch
+        batch = self.scheduler.batch
         held = batch.num_running + batch.num_ready
         before = self.in_flight[0].step if self.in_flight else None
         step = self.scheduler.schedule(self.now, before)
@@ -303,7 +303,7 @@ class Traffic:
         if step.chunks and not step.decodes and self.policy.prefill_priority:
             pass
         elif not step.swap_outs and held <= self.pool.num_blocks // 4:
-            assert self.scheduler.num_running <= self.policy.max_num_seqs
+            assert self.scheduler.batch.num_running <= self.policy.max_num_seqs
         computed = [*step.decodes, *(chunk.prompt.generation for chunk in step.chunks)]
         assert not set(computed) & set(self.awaited), "nobody knows what it may go on with"
         if step.empty:
@@ -391,7 +391,7 @@ class Traffic:
         self.num_steps += 1
         self.pool.step_finished(ended.number)
         for generation in step.decodes:
-            if self.scheduler.is_running(generation):
+            if generation.stage is Stage.RUNNING:
                 self.sample(generation)
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last:
@@ -400,7 +400,7 @@ class Traffic:
     def computed(self, prompt: Any) -> None:
         request, generation = prompt.request, prompt.generation
         if generation is not None:
-            self.scheduler.recomputed(generation, self.now)
+            self.scheduler.sequences.recomputed(generation, self.now)
             self.sample(generation)
             return
         self.computing.remove(request)
@@ -415,14 +415,14 @@ class Traffic:
         for generation in generations:
             wanted = generation.sequence.sampling.grammar is not None and generation.finish_reason is None
             if wanted and self.pick([False, True]):
-                self.scheduler.mask_awaited(generation)
+                self.scheduler.entrance.mask_awaited(generation)
                 self.awaited.append(generation)
 
     def tell_mask(self) -> None:
         """One of them may go on, unless it has ended meanwhile."""
         generation = self.pick(self.awaited)
         self.awaited.remove(generation)
-        self.scheduler.mask_known(generation)
+        self.scheduler.entrance.mask_known(generation)
 
     def sample(self, generation: Generation) -> None:
         sequence, request = generation.sequence, generation.request
@@ -432,7 +432,7 @@ class Traffic:
         reason: FinishReason | None = "length" if last else self.pick([None, None, None, None, None, None, "stop"])
         generation.append(self.token(request, sequence.choice, sequence.num_tokens), None, reason)
         if reason is not None:
-            self.scheduler.remove(generation)
+            self.scheduler.sequences.remove(generation)
             self.close_if_finished(request)
         self.ask_masks([generation])
 
@@ -484,17 +484,17 @@ class Traffic:
         self.pool.check_invariants()
         alive = [g for request in self.decoding for g in request.generations if g.finish_reason is None]
         by_stage = Counter(generation.stage for generation in alive)
-        assert self.scheduler.num_running == by_stage[Stage.RUNNING] <= self.policy.max_num_seqs
+        assert self.scheduler.batch.num_running == by_stage[Stage.RUNNING] <= self.policy.max_num_seqs
         assert self.scheduler.num_waiting == len(self.waiting) + by_stage[Stage.READY]
-        assert self.scheduler.num_pulling == len(self.pulling)
-        assert self.scheduler.num_preempted == by_stage[Stage.PREEMPTED]
-        assert self.scheduler.num_computing == len(self.computing) + by_stage[Stage.RECOMPUTING]
+        assert len(self.scheduler.entrance.reserved) == len(self.pulling)
+        assert len(self.scheduler.entrance.preempted) == by_stage[Stage.PREEMPTED]
+        assert len(self.scheduler.prompts) == len(self.computing) + by_stage[Stage.RECOMPUTING]
         references = Counter(block for blocks, _ in self.pulling.values() for block in blocks)
         references.update(block for blocks in self.lent for block in blocks)
         references.update(block for generation in alive for block in generation.sequence.block_table)
         references.update(block for request in (*self.pulling, *self.computing) for block in request.fork_blocks)
-        references.update(block for p in self.scheduler._prompts.of_requests.values() for block in p.block_table)
-        references.update(block for copy in self.scheduler._copies for block in copy)
+        references.update(block for p in self.scheduler.prompts.of_requests.values() for block in p.block_table)
+        references.update(block for copy in self.scheduler.sequences._copies for block in copy)
         counted = {block: self.pool.ref_count(block) for block in range(self.pool.num_blocks)}
         assert counted == {block: references[block] for block in range(self.pool.num_blocks)}, (
             "a reference is lost, or too many"
@@ -532,7 +532,7 @@ class Traffic:
         while self.in_flight:
             self.end_step()
         assert self.pool.num_free == self.pool.num_blocks, "a block was lost"
-        assert self.scheduler.num_host_used == 0, "host memory was lost"
+        assert self.scheduler.swap.num_used == 0, "host memory was lost"
 
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
@@ -556,10 +556,10 @@ def test_many_long_runs() -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         num_finished += traffic.num_finished
-        num_swapped += traffic.scheduler.num_swapped
-        num_recomputed += traffic.scheduler.num_recomputed
-        num_revoked += traffic.scheduler.num_revoked
-        num_hit += traffic.scheduler.num_prefix_hit
+        num_swapped += traffic.scheduler.swap.num_swapped
+        num_recomputed += traffic.scheduler.preemption.num_recomputed
+        num_revoked += traffic.scheduler.preemption.num_revoked
+        num_hit += traffic.scheduler.entrance.num_prefix_hit
         num_steps += traffic.num_steps
         num_ahead += traffic.num_ahead
     print(f"{num_steps} steps, {num_ahead} of them planned ahead, {num_finished} finished")

@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from dispatcher_bench import D2, D3, P2, D, Link, P, Time, heartbeat, role_of, settle, welcome
+from dispatcher_bench import D2, D3, P2, D, Link, P, Time, forbid_calling_back, heartbeat, role_of, settle, welcome
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +49,7 @@ from common.contract.sampling import SamplingParams
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
 from common.scheduling.trials import TRIAL_TOKENS, TrialFeed, Trials
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation, GenerationFailed
 from gateway.workers.registry import Registry
 
@@ -422,8 +422,9 @@ class World:
         self.registry = Registry((P, P2), (D, D2, D3), "c")
         options = {"local_prefill_tokens": choose([0, 0, 2])}
         self.gateway = Dispatcher(new_incarnation(), self.registry, self.time, Pulse(), **options)
+        forbid_calling_back(self.gateway)
         self.wires = {address: Wire(self, address) for address in ADDRESSES}
-        self.gateway._links.update(self.wires)  # type: ignore[arg-type]
+        self.gateway.links._links.update(self.wires)  # type: ignore[arg-type]
         self.processes = {address: Process(self, address) for address in ADDRESSES}
         self.most_jobs = choose([1, 2, 9]) if num_faults else 9
         """Requests that a worker may have before it refuses those that nobody has let in."""
@@ -577,15 +578,15 @@ class World:
         if lossy:
             del box[self.choose(lossy)]
         wire.num_hellos += 1
-        listed = frozenset(self.gateway.hello(wire).open_requests)  # type: ignore[arg-type]
+        listed = frozenset(self.gateway.links.hello(wire).open_requests)  # type: ignore[arg-type]
         process.inbox.append(Greeting(wire.num_hellos, listed))
 
     def deliver(self, wire: Wire) -> None:
         message = self.processes[wire.address].outbox.popleft()
         if not isinstance(message, Greeting):
-            self.gateway.on_message(wire, message)  # type: ignore[arg-type]
+            self.gateway.links.on_message(wire, message)  # type: ignore[arg-type]
         elif message.number == wire.num_hellos:
-            self.gateway.on_resync(wire, welcome(role_of(wire.address), message.open_requests))  # type: ignore[arg-type]
+            self.gateway.links.on_resync(wire, welcome(role_of(wire.address), message.open_requests))  # type: ignore[arg-type]
 
     def notice(self, wire: Wire) -> None:
         process = self.processes[wire.address]
@@ -596,7 +597,7 @@ class World:
         process.inbox.clear()
         process.outbox.clear()
         why = "its process died" if not process.alive else "silent"
-        self.gateway.on_lost(wire, why, crashed=not process.alive)  # type: ignore[arg-type]
+        self.gateway.links.on_lost(wire, why, crashed=not process.alive)  # type: ignore[arg-type]
 
     def come_back(self, wire: Wire) -> None:
         """A worker that was lost is greeted, as the one that it was or another one; or has answered."""
@@ -609,7 +610,7 @@ class World:
             says = welcome(
                 process.role, answer.open_requests, max_sequence_tokens=SMALL_TOKENS if small else 4 * SMALL_TOKENS
             )
-            self.gateway.on_open(wire, says)  # type: ignore[arg-type]
+            self.gateway.links.on_open(wire, says)  # type: ignore[arg-type]
             process.feed.begin(GATEWAY)
             return
         if not process.alive or (process.cut_off and self.choose([True, False, False])):
@@ -617,7 +618,7 @@ class World:
         process.cut_off = process.frozen = False
         if self.choose([True, False]):
             process.jobs.clear()  # it had noticed, too
-        process.give_up_all_but(frozenset(self.gateway.hello(wire).open_requests))  # type: ignore[arg-type]
+        process.give_up_all_but(frozenset(self.gateway.links.hello(wire).open_requests))  # type: ignore[arg-type]
         wire.answer = Greeting(0, frozenset(job.work.key for job in process.jobs.values()))
 
     def pass_time(self, seconds: float | None = None) -> None:
@@ -671,7 +672,7 @@ class World:
                     self.ask(ask)
             if self.quiet:
                 return
-        raise AssertionError(f"they are not done: {[client.flow.story for client in self.gateway._open_clients]}")
+        raise AssertionError(f"they are not done: {[request.flow.story for request in self.gateway._open]}")
 
     @property
     def quiet(self) -> bool:
@@ -690,15 +691,15 @@ class World:
     def check(self) -> None:
         """What holds between any two events."""
         assert not self.errors, self.errors
-        self.gateway._waiting.check_invariants()
+        self.gateway.placement.waiting.check_invariants()
         in_flight: Counter[str] = Counter()
-        for client in self.gateway._open_clients:
-            client.flow.check_invariants()
-            parts = [part for attempt in client.flow.attempts for part in attempt.assignments]
-            parts += [want.offer for want in client.flow.wants if want.offer is not None]
+        for request in self.gateway._open:
+            request.flow.check_invariants()
+            parts = [part for attempt in request.flow.attempts for part in attempt.assignments]
+            parts += [want.offer for want in request.flow.wants if want.offer is not None]
             for part in parts:
-                if not part.over and self.registry.workers[part.place.address].life == part.place.incarnation:
-                    in_flight[part.place.address] += 1
+                if not part.over and self.registry.workers[part.life.address].last_incarnation == part.life.incarnation:
+                    in_flight[part.life.address] += 1
         for address, worker in self.registry.workers.items():
             assert worker.in_flight == in_flight[address], address
 
@@ -716,9 +717,9 @@ class World:
             else:
                 assert not any(self.received[ask.number]), f"{cause}, though it was let in"
                 assert cause is Cause.CAPACITY or (cause is Cause.TOO_LARGE and ask.large and self.small), cause
-        assert not self.gateway._open_clients
-        assert not self.gateway._clients
-        assert not self.gateway._waiting
+        assert not self.gateway._open
+        assert not self.gateway._by_id
+        assert not self.gateway.placement.waiting
         for process in self.processes.values():
             assert not process.jobs, (process.address, [job.work.key for job in process.jobs.values()])
         recovery = self.gateway.recovery
@@ -734,7 +735,7 @@ class World:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        self.gateway._context.destroy(linger=0)
+        self.gateway.links._context.destroy(linger=0)
 
 
 async def run_world(choose: Choose, num_steps: int, **options: Any) -> World:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.contract.tiers import Tier
-from common.scheduling.fair_queue import AGED_SHARE, FairQueue
+from common.scheduling.fair_queue import FairQueue
+from common.scheduling.turns import AGED_SHARE
 
 AGEING_S = 10.0
 TENANTS = ["a", "b", "c", "d"]

@@ -194,7 +194,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if request in self.held:
             return
         self.expected[request] = attempt
-        self.table.expect(RequestKey(request, attempt), self.now + BUDGET_S)
+        self.table.parked.expect(RequestKey(request, attempt), self.now + BUDGET_S)
 
     def fresh(self, num: int) -> tuple[int, ...]:
         """Blocks that nobody has seen."""
@@ -297,7 +297,9 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         self.check(actions)
         assert gone <= ((sink, key) not in self.waiting), "waits for an offer that has ended"
-        assert self.table.awaits(RequestKey(request, offered)) <= ((sink, key) in self.waiting or bool(self.waiting))
+        assert self.table.parked.awaits(RequestKey(request, offered)) <= (
+            (sink, key) in self.waiting or bool(self.waiting)
+        )
         if held is not None and (held.sink, held.key) == (sink, key):
             assert not held.lent or len(actions) == 1
             told = [action.message for action in actions if isinstance(action, Send) and action.peer == sink]
@@ -437,14 +439,14 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.table.num_blocks == sum(len(held.blocks) for held in self.held.values())
         assert self.table.num_readers == len(self.reading)
         assert self.table.num_lent == sum(held.lent for held in self.held.values())
-        if self.table.num_parked == 0:
+        if len(self.table.parked) == 0:
             assert next_expiry(self.table) == min((held.expiry for held in self.held.values()), default=math.inf)
 
     @invariant()
     def no_sink_waits_in_vain(self) -> None:
         """Every attach that has had no final word is attached, or parked, of which there is one a request."""
         num_attached = sum(held.sink is not None for held in self.held.values())
-        assert num_attached + self.table.num_parked == len(self.waiting), sorted(self.waiting)
+        assert num_attached + len(self.table.parked) == len(self.waiting), sorted(self.waiting)
 
     @invariant()
     def epochs_only_grow(self) -> None:
@@ -458,7 +460,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert not self.waiting, "waits for ever"
         for sink, (request, attempt) in sorted(self.reading):
             self.check(self.table.detach(Detach(request=request, attempt=attempt), sink, self.now))
-        assert (len(self.table), self.table.num_parked, self.table.num_readers) == (0, 0, 0)
+        assert (len(self.table), len(self.table.parked), self.table.num_readers) == (0, 0, 0)
 
 
 TestLeases = LeaseMachine.TestCase

@@ -236,7 +236,9 @@ def test_many_long_journeys() -> None:
         num_moved += world.gateway.num_moved
         num_begun_again += world.gateway.num_begun_again
         schedulers = [site.core.scheduler for site in world.sites.values()]
-        num_preempted += sum(scheduler.num_swapped + scheduler.num_recomputed for scheduler in schedulers)
+        num_preempted += sum(
+            scheduler.swap.num_swapped + scheduler.preemption.num_recomputed for scheduler in schedulers
+        )
     assert num_moved > 50, f"only {num_moved} sequences have moved: the runs show nothing"
     assert num_begun_again > 10, f"only {num_begun_again} were begun again"
     assert num_preempted > 5, f"only {num_preempted} were preempted"

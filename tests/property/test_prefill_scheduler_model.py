@@ -21,9 +21,11 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk
+from common.scheduling.costs import Costs
+from common.scheduling.turns import MAX_PASSED
 from prefill_worker.request import PrefillRequest
 from prefill_worker.room import MOST_OF_POOL
-from prefill_worker.scheduler import MAX_PASSED, SHARED_STEP_S, PrefillScheduler
+from prefill_worker.scheduler import SHARED_STEP_S, PrefillScheduler
 
 BLOCK_SIZE = 3
 NUM_BLOCKS = 16
@@ -40,6 +42,7 @@ class Traffic:
         self.data = data
         self.chunk_size = data.draw(st.integers(1, 16), label="chunk size")
         self.token_budget = data.draw(st.sampled_from([16, 24, 9, 3, 1]), label="token budget")
+        self.token_s = data.draw(st.sampled_from([0.0, 0.01, 0.1]), label="seconds per token")
         self.pool = BlockPool(NUM_BLOCKS)
         self.scheduler = PrefillScheduler(
             self.pool,
@@ -49,7 +52,7 @@ class Traffic:
             max_waiting=MAX_WAITING,
             ageing_s=AGEING_S,
             ttft_target_s=lambda tier: 1.0 + tier.rank,
-            seconds_per_token=data.draw(st.sampled_from([0.0, 0.01, 0.1]), label="seconds per token"),
+            costs=Costs(prefill_s_per_token=self.token_s),
         )
         self.now = 0.0
         self.memory: list[list[tuple[int, ...]]] = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
@@ -143,7 +146,7 @@ class Traffic:
     def end_lease(self, key: RequestKey) -> None:
         _, blocks = self.leases.pop(key)
         self.pool.release(blocks)
-        self.scheduler.unpinned(key)
+        self.scheduler.holdings.unpinned(key)
 
     def remove(self) -> None:
         """An abort: the lease ends too; what is being fetched arrives nevertheless."""
@@ -217,8 +220,9 @@ class Traffic:
         most = sum(min(self.chunk_size, len(request.token_ids) - starts[request]) for request in runnable)
         first = min(runnable, key=lambda request: request.urgency, default=None)
         alone = 0 if first is None else min(self.chunk_size, len(first.token_ids) - starts[first])
-        token_s = self.scheduler.seconds_per_token
-        budget = min(self.token_budget, max(alone, int(SHARED_STEP_S / token_s))) if token_s else self.token_budget
+        budget = (
+            min(self.token_budget, max(alone, int(SHARED_STEP_S / self.token_s))) if self.token_s else self.token_budget
+        )
         assert sum(sizes) == min(budget, most), "over the budget, or idle while there is work"
         assert all(1 <= size <= self.chunk_size for size in sizes)
         assert len({chunk.prompt for chunk in chunks}) == len(chunks)
@@ -276,8 +280,8 @@ class Traffic:
         references.update(block for request in running for block in request.block_table)
         references.update(block for blocks in self.reads for block in blocks)
         assert all(self.pool.ref_count(block) == references[block] for block in range(NUM_BLOCKS))
-        assert self.scheduler.num_running + self.scheduler.num_on_hold == len(running)
-        assert self.scheduler.num_waiting == len(self.here) - len(running)
+        assert len(self.scheduler.running) + len(self.scheduler.on_hold) == len(running)
+        assert len(self.scheduler.waiting) == len(self.here) - len(running)
         assert set(self.scheduler.requests()) == set(self.here)
         assert self.scheduler.num_uncomputed == sum(request.num_uncomputed for request in self.here)
         assert (self.scheduler.num_prefix_queried, self.scheduler.num_prefix_hit) == (self.queried, self.hit)

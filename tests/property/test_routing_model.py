@@ -16,11 +16,11 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.routing.router import Ask, Caution, Router, least_loaded_decode
-from gateway.serving.attempt import WorkerLife
+from gateway.dispatch.router import Ask, Caution, Router, least_loaded_decode
 from gateway.workers.discovery import Endpoint
 from gateway.workers.load_table import LoadTable
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given, WorkerView
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
@@ -119,7 +119,7 @@ class RoutingMachine(RuleBasedStateMachine):
         """A session opens; with `again`, that of a process that had one before."""
         worker = self.registry.workers.get(address)
         if worker is not None:
-            life = worker.life if again and worker.life is not None else self.life()
+            life = worker.last_incarnation if again and worker.last_incarnation is not None else self.life()
             self.registry.lost(address)
             with contextlib.suppress(FingerprintMismatchError):
                 self.registry.opened(address, life, self.welcome(ROLES[address], fingerprint, holds))
@@ -158,7 +158,7 @@ class RoutingMachine(RuleBasedStateMachine):
                 at=self.now,
             )
             self.registry.took(address, given)
-            self.given.append((worker.place, given))
+            self.given.append((worker.life, given))
 
     @rule(address=st.sampled_from(DECODE), load=loads, tier=tiers, more=st.integers(4, 6))
     def crowd(self, address: str, load: Heartbeat, tier: Tier, more: int) -> None:
@@ -169,13 +169,13 @@ class RoutingMachine(RuleBasedStateMachine):
             fewest = min(each.in_flight for each in self.registry.workers.values() if each.role is Role.DECODE)
             times = 2 * fewest + more - worker.in_flight
             self.give(address=address, tier=tier, num_tokens=0, num_sequences=0, num_blocks=0, times=times)
-            self.compare(Ask(num_tokens=1001, tier=tier, now=self.now), {worker.place: 992}, Caution())
+            self.compare(Ask(num_tokens=1001, tier=tier, now=self.now), {worker.life: 992}, Caution())
 
     @rule(data=st.data(), confirmed=st.booleans())
     def leave(self, data: st.DataObject, confirmed: bool) -> None:
         if self.given:
-            place, given = self.given.pop(data.draw(st.integers(0, len(self.given) - 1)))
-            self.registry.left(place.address, place.incarnation, None if confirmed else given, self.now)
+            life, given = self.given.pop(data.draw(st.integers(0, len(self.given) - 1)))
+            self.registry.left(life.address, life.incarnation, None if confirmed else given, self.now)
 
     @rule(address=addresses, cause=st.sampled_from((Cause.CAPACITY, Cause.DRAINING)))
     def decline(self, address: str, cause: Cause) -> None:
@@ -213,21 +213,21 @@ class RoutingMachine(RuleBasedStateMachine):
 
     # --- the choice ----------------------------------------------------------------------------------------------
 
-    def some_places(self, data: st.DataObject) -> frozenset[WorkerLife]:
+    def some_lives(self, data: st.DataObject) -> frozenset[WorkerLife]:
         """A few workers, and one process that is over."""
-        places = [worker.place for worker in self.registry.workers.values() if worker.incarnation is not None]
-        places.append(WorkerLife(DECODE[0], Incarnation("over")))
-        return frozenset(data.draw(st.lists(st.sampled_from(places), max_size=4)))
+        lives = [worker.life for worker in self.registry.workers.values() if worker.incarnation is not None]
+        lives.append(WorkerLife(DECODE[0], Incarnation("over")))
+        return frozenset(data.draw(st.lists(st.sampled_from(lives), max_size=4)))
 
     @rule(data=st.data(), ask=asks, fits=st.sampled_from((None, None, OLD, NEW)), admitted=st.booleans())
     def choose(self, data: st.DataObject, ask: Ask, fits: Fingerprint | None, admitted: bool) -> None:
         ask = ask._replace(now=self.now)
         caution = Caution(fits=fits, admitted=admitted)
         if data.draw(st.booleans()):
-            avoid, beside, too_small = (self.some_places(data) for _ in range(3))
+            avoid, beside, too_small = (self.some_lives(data) for _ in range(3))
             caution = caution._replace(avoid=avoid, beside=beside, too_small=too_small)
         held = st.sampled_from([num for num in (16, 32, 96, 992) if num < ask.num_tokens] or [0])
-        cached = {place: data.draw(held) for place in sorted(self.some_places(data), key=str)}
+        cached = {life: data.draw(held) for life in sorted(self.some_lives(data), key=str)}
         self.compare(ask, cached, caution)
 
     def compare(self, ask: Ask, cached: dict[WorkerLife, int], caution: Caution) -> None:

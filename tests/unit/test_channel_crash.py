@@ -7,199 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
+from channel_bench import WAIT_S, Client, Net, RawWorker, Worker, heartbeat, tokens
+from waiting import eventually
 
-from common.contract.codec import decode, encode
-from common.contract.ids import Handle, Incarnation, RequestId, RequestKey, new_incarnation
-from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import (
-    Abort,
-    Heartbeat,
-    HeartbeatEcho,
-    Hello,
-    HelloRefused,
-    Message,
-    Phase,
-    Role,
-    StepTokens,
-    Tokens,
-    Welcome,
-)
-from common.runtime.channel import ControlClient, ControlServer, LinkState, ends
-from common.runtime.clock import Clock, Pulse
+from common.contract.codec import encode
+from common.contract.ids import Handle, RequestId, new_incarnation
+from common.contract.messages import Abort, HeartbeatEcho, Hello, Message, Role, StepTokens, Tokens
+from common.runtime.channel import ControlClient, ends
+from common.runtime.clock import Pulse
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
-WELCOME = Welcome(
-    role=Role.DECODE,
-    fingerprint=Fingerprint(config_hash="c", weights_hash="w", layout=LAYOUT),
-    max_sequence_tokens=1,
-    transport="zmq",
-    transport_metadata=b"",
-    open_requests=(),
-)
 ENDLESS = Pulse(interval_s=0.02, timeout_s=1e6)
 BRISK = Pulse(interval_s=0.02, timeout_s=0.4)
 DEAF_BEATS = 14
 """More heartbeats than this without an echo, by `BRISK`."""
-WAIT_S = 20
-"""After this a test hangs; no test asks how long anything took."""
-
-
-def heartbeat(number: int, *, echoed: int) -> Heartbeat:
-    load: dict[str, Any] = dict.fromkeys(("steps", "running", "waiting", "blocks_used", "blocks_total"), 0)
-    return Heartbeat(number=number, sent=0, **load, phase=Phase.SERVING, echoed=echoed)
-
-
-class Changes:
-    """Wakes whoever waits for something to be so."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Event()
-
-    def tell(self) -> None:
-        self._changed.set()
-
-    async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not reached():
-                self._changed.clear()
-                await self._changed.wait()
-
-
-def tokens(position: int) -> Tokens:
-    return Tokens(request=RequestId("r"), attempt=1, choice=0, position=position, token_ids=(1,))
-
-
-class Worker:
-    """A real server. Its time can be told by its heartbeats, so that neither side can be lost by surprise."""
-
-    def __init__(self, clock: Clock, pulse: Pulse, port: int = 0) -> None:
-        self.me = new_incarnation()
-        self.changes = Changes()
-        self.hellos: list[Hello] = []
-        self.received: list[Message] = []
-        self.lost: list[Incarnation] = []
-        self.beat = 0
-        self.server = ControlServer(self.me, clock, pulse)
-        self.port = self.server.bind("127.0.0.1", port)
-        self._serving = asyncio.create_task(self.server.run(self))
-        self._open = True
-
-    def welcome(self) -> Welcome:
-        return WELCOME
-
-    def on_open(self, peer: Incarnation, role: Role) -> None: ...
-
-    def on_hello(self, peer: Incarnation, hello: Hello) -> tuple[RequestKey, ...]:
-        self.hellos.append(hello)
-        self.changes.tell()
-        return ()
-
-    def on_message(self, peer: Incarnation, message: Message) -> None:
-        self.received.append(message)
-        self.changes.tell()
-
-    def on_peer_lost(self, peer: Incarnation) -> None:
-        self.lost.append(peer)
-        self.changes.tell()
-
-    def heartbeat(self, number: int) -> Heartbeat:
-        self.beat = number
-        self.changes.tell()
-        return heartbeat(number, echoed=0)
-
-    async def beats(self, more: int) -> None:
-        wanted = self.beat + more
-        await self.changes.until(lambda: self.beat >= wanted)
-
-    async def die(self) -> None:
-        """As if killed: nobody is told, and its connections break."""
-        self.server._sessions.clear()
-        await self.stop()
-
-    async def stop(self) -> None:
-        if self._open:
-            self._open = False
-            self._serving.cancel()
-            await asyncio.wait([self._serving])
-            await self.server.close()
-
-
-class Client:
-    """A real link; what its handler saw."""
-
-    def __init__(self, port: int, clock: Clock, pulse: Pulse) -> None:
-        self.me = new_incarnation()
-        self.changes = Changes()
-        self.opened: list[Incarnation | None] = []
-        self.resyncs = 0
-        self.beats = 0
-        self.received: list[Message] = []
-        self.losses: list[tuple[str, bool]] = []
-        """(why, whether it looked like a crash)."""
-        self.context = zmq.asyncio.Context()
-        self.link = ControlClient(self.context, f"127.0.0.1:{port}", self.me, self, clock, pulse)
-        self.linking = asyncio.create_task(self.link.run())
-
-    async def has_resynced(self, times: int) -> None:
-        await self.changes.until(lambda: self.resyncs == times)
-
-    async def has_heard(self, beats: int) -> None:
-        """So many heartbeats, unless the worker is lost before."""
-        await self.changes.until(lambda: self.beats == beats or bool(self.losses))
-
-    def hello(self, link: ControlClient) -> Hello:
-        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())
-
-    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
-        self.opened.append(link.worker)
-        self.changes.tell()
-
-    def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
-        self.resyncs += 1
-        self.changes.tell()
-
-    def on_message(self, link: ControlClient, message: Message) -> None:
-        if isinstance(message, Heartbeat):
-            self.beats += 1
-        else:
-            self.received.append(message)
-        self.changes.tell()
-
-    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
-        self.losses.append((why, crashed))
-        self.changes.tell()
-
-    def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
-        raise AssertionError(refused)
-
-    async def is_open(self) -> None:
-        await self.changes.until(lambda: self.link.state is LinkState.OPEN)
-
-    async def hears(self, more: int) -> None:
-        wanted = self.beats + more
-        await self.changes.until(lambda: self.beats >= wanted)
-
-    async def breaks(self) -> None:
-        """The link has seen its connection break."""
-        async with asyncio.timeout(WAIT_S):
-            while not self.link._disconnected:
-                await asyncio.sleep(0.001)
-
-    async def lost(self) -> tuple[str, bool]:
-        await self.changes.until(lambda: bool(self.losses))
-        return self.losses[0]
-
-    async def stop(self) -> None:
-        self.linking.cancel()
-        await asyncio.wait([self.linking])
-        self.context.destroy(linger=0)
 
 
 class Proxy:
@@ -242,7 +67,7 @@ class Proxy:
         for writer in writers:
             writer.transport.abort()
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         self._server.close()
         self.break_connections()
         for task in tuple(self._tasks):
@@ -250,36 +75,31 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class Net:
-    """Everything that a test has open."""
+def at(port: int) -> str:
+    return f"127.0.0.1:{port}"
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._open: list[Worker | Client | Proxy] = []
 
-    def worker(self, pulse: Pulse = ENDLESS, port: int = 0, clock: Clock | None = None) -> Worker:
-        self._open.append(worker := Worker(clock or (lambda: self.now_s), pulse, port))
-        return worker
+async def proxy_of(net: Net, worker: Worker) -> tuple[Proxy, int]:
+    """A proxy of a worker, and its port."""
+    net.open.insert(0, proxy := Proxy(worker.port))  # closed last
+    return proxy, await proxy.start()
 
-    async def client(self, port: int, pulse: Pulse = ENDLESS, clock: Clock | None = None) -> Client:
-        self._open.append(client := Client(port, clock or (lambda: self.now_s), pulse))
-        await client.is_open()
-        return client
 
-    async def proxy(self, worker: Worker) -> tuple[Proxy, int]:
-        self._open.append(proxy := Proxy(worker.port))
-        return proxy, await proxy.start()
+async def breaks(client: Client) -> None:
+    """The link has seen its connection break."""
+    await eventually(lambda: bool(client.link._disconnected))
 
-    async def close(self) -> None:
-        for each in sorted(self._open, key=lambda each: not isinstance(each, Client)):
-            await (each.close() if isinstance(each, Proxy) else each.stop())
+
+async def has_heard(client: Client, beats: int) -> None:
+    """So many heartbeats, unless the worker is lost before."""
+    await client.events.until(lambda: client.num_heartbeats == beats or bool(client.losses))
 
 
 @pytest.fixture
 async def net() -> AsyncIterator[Net]:
-    subject = Net()
-    yield subject
-    await subject.close()
+    net = Net(ENDLESS)
+    yield net
+    await net.close()
 
 
 # --- the connection breaks ---------------------------------------------------------------------------------------
@@ -287,34 +107,34 @@ async def net() -> AsyncIterator[Net]:
 
 async def test_a_worker_that_dies_is_lost_without_any_timeout(net: Net) -> None:
     worker = net.worker()
-    client = await net.client(worker.port)
-    await client.hears(2)
-    await worker.die()
-    assert await client.lost() == ("its connection broke, and nobody answers", True)
-    assert net.now_s == 0.0, "no silence was waited for"
+    client = await net.client(worker.address).opened()
+    await client.beats(2)
+    await worker.stop(goodbye=False)
+    assert await client.loss() == ("its connection broke, and nobody answers", True)
+    assert net.clock.now_s == 0.0, "no silence was waited for"
     assert client.link.traffic.sessions_lost == 1
 
 
 async def test_another_worker_at_the_address_shows_that_the_first_has_crashed(net: Net) -> None:
     old = net.worker()
-    client = await net.client(old.port)
-    await old.die()
-    await client.breaks()
+    client = await net.client(old.address).opened()
+    await old.stop(goodbye=False)
+    await breaks(client)
     client.link.send(Abort(request=RequestId("r"), attempt=1))
     new = net.worker(port=old.port)
-    assert await client.lost() == ("restarted", True)
-    await client.changes.until(lambda: len(client.opened) == 2)
-    assert client.opened == [old.me, new.me]
-    await client.hears(2)
-    assert new.received == [], "what was meant for the old one must not reach the new one"
+    assert await client.loss() == ("restarted", True)
+    await client.events.until(lambda: len(client.workers) == 2)
+    assert client.workers == [old.me, new.me]
+    await client.beats(2)
+    assert new.messages == [], "what was meant for the old one must not reach the new one"
     assert len(client.losses) == 1
 
 
 async def test_a_worker_that_says_goodbye_has_not_crashed(net: Net) -> None:
     worker = net.worker()
-    client = await net.client(worker.port)
+    client = await net.client(worker.address).opened()
     await worker.stop()
-    assert await client.lost() == ("said goodbye", False)
+    assert await client.loss() == ("said goodbye", False)
     await asyncio.sleep(2 * ends.RECONNECT_S)  # whatever its connection's end leads to, has been
     assert len(client.losses) == 1
     assert client.link.traffic.sessions_lost == 0
@@ -322,18 +142,18 @@ async def test_a_worker_that_says_goodbye_has_not_crashed(net: Net) -> None:
 
 async def test_a_connection_that_comes_back_is_no_loss(net: Net) -> None:
     worker = net.worker()
-    proxy, port = await net.proxy(worker)
-    client = await net.client(port)
+    proxy, port = await proxy_of(net, worker)
+    client = await net.client(at(port)).opened()
     proxy.break_connections()
-    await client.breaks()
+    await breaks(client)
     client.link.send(Abort(request=RequestId("r"), attempt=7))
-    await client.changes.until(lambda: client.resyncs == 1)
-    await worker.changes.until(lambda: bool(worker.received))
-    assert worker.received == [Abort(request=RequestId("r"), attempt=7)], "it waits for the new connection"
+    await client.events.until(lambda: client.num_resyncs == 1)
+    await worker.events.until(lambda: bool(worker.messages))
+    assert worker.messages == [Abort(request=RequestId("r"), attempt=7)], "it waits for the new connection"
     await asyncio.sleep(2 * ends.RECONNECT_S)
-    await client.hears(3)
-    assert (client.losses, client.opened, proxy.num_connections) == ([], [worker.me], 2)
-    assert client.resyncs == 1, "the counts went wrong when the session was opened again"
+    await client.beats(3)
+    assert (client.losses, client.workers, proxy.num_connections) == ([], [worker.me], 2)
+    assert client.num_resyncs == 1, "the counts went wrong when the session was opened again"
 
 
 async def test_a_connection_that_breaks_while_tokens_flow_keeps_its_session(
@@ -342,10 +162,10 @@ async def test_a_connection_that_breaks_while_tokens_flow_keeps_its_session(
     """What finds no way for a moment waits for the client's Hello, which says what is missing."""
     monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
     worker = net.worker()
-    proxy, port = await net.proxy(worker)
-    client = await net.client(port)
+    proxy, port = await proxy_of(net, worker)
+    client = await net.client(at(port)).opened()
     session = worker.server._sessions[client.me]
-    await client.hears(1)
+    await client.beats(1)
     last = 0
     proxy.deaf = True  # so that it is not mended before a token finds no way
     proxy.break_connections()
@@ -359,12 +179,12 @@ async def test_a_connection_that_breaks_while_tokens_flow_keeps_its_session(
         worker.server.send(client.me, tokens(last))
     proxy.deaf = False
     proxy.break_connections()
-    await client.changes.until(lambda: tokens(last) in client.received)
-    await client.hears(3)
+    await client.events.until(lambda: tokens(last) in client.received)
+    await client.beats(3)
     positions = [message.position for message in client.received if isinstance(message, Tokens)]
     first = positions[0]
     assert positions == list(range(first, last + 1)), "what waited arrives in order and once"
-    assert (client.losses, client.resyncs, client.opened) == ([], 1, [worker.me])
+    assert (client.losses, client.num_resyncs, client.workers) == ([], 1, [worker.me])
     assert (worker.lost, worker.server.traffic.sessions_lost) == ([], 0)
 
 
@@ -377,7 +197,7 @@ async def test_a_client_whose_connection_breaks_and_that_stays_away_is_lost(net:
         raw.setsockopt(zmq.IDENTITY, me.encode())
         raw.connect(f"tcp://127.0.0.1:{worker.port}")
         await raw.send(encode(me, [Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())]))
-        await worker.changes.until(lambda: me in worker.server.peers)
+        await worker.events.until(lambda: me in worker.server.peers)
     finally:
         context.destroy(linger=0)
     async with asyncio.timeout(WAIT_S):
@@ -385,7 +205,7 @@ async def test_a_client_whose_connection_breaks_and_that_stays_away_is_lost(net:
             worker.server.send(me, tokens(1))
             await asyncio.sleep(0.001)
     assert (worker.lost, worker.server.peers, worker.server.traffic.sessions_lost) == ([me], (), 1)
-    assert net.now_s == 0.0, "no silence was waited for"
+    assert net.clock.now_s == 0.0, "no silence was waited for"
 
 
 @pytest.mark.parametrize("columns", [False, True])
@@ -396,8 +216,8 @@ async def test_what_waits_for_a_broken_connection_is_bounded(
     monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
     monkeypatch.setattr(ends, "MAX_OUTBOX_MESSAGES", 100)
     worker = net.worker()
-    proxy, port = await net.proxy(worker)
-    client = await net.client(port)
+    proxy, port = await proxy_of(net, worker)
+    client = await net.client(at(port)).opened()
     proxy.deaf = True
     proxy.break_connections()
     session = worker.server._sessions[client.me]
@@ -413,21 +233,21 @@ async def test_what_waits_for_a_broken_connection_is_bounded(
     await asyncio.sleep(0)
     assert (worker.lost, session.outbox.overfull) == ([], False)
     worker.server.send(client.me, tokens(1))
-    await worker.changes.until(lambda: worker.lost == [client.me])
+    await worker.events.until(lambda: worker.lost == [client.me])
 
 
 async def test_each_break_is_judged_by_itself(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of an earlier one, which was mended, must not run out on the next."""
     monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
     worker = net.worker()
-    proxy, port = await net.proxy(worker)
-    client = await net.client(port)
+    proxy, port = await proxy_of(net, worker)
+    client = await net.client(at(port)).opened()
     for number in (1, 2):
         proxy.break_connections()
-        await client.has_resynced(number)
+        await client.events.until(lambda number=number: client.num_resyncs == number)  # type: ignore[misc]
     proxy.deaf = True
     proxy.break_connections()
-    await client.breaks()
+    await breaks(client)
     client.link._judge_connection(1)
     client.link._judge_connection(2)
     assert client.losses == [], "the third break has its own time"
@@ -437,9 +257,9 @@ async def test_each_break_is_judged_by_itself(net: Net, monkeypatch: pytest.Monk
 
 async def test_a_client_that_never_had_a_session_has_no_crash_to_tell(net: Net) -> None:
     worker = net.worker()
-    proxy, port = await net.proxy(worker)
+    proxy, port = await proxy_of(net, worker)
     proxy.deaf = True
-    net._open.append(client := Client(port, lambda: net.now_s, ENDLESS))
+    client = net.client(at(port))
     async with asyncio.timeout(WAIT_S):
         while not proxy.num_connections:
             await asyncio.sleep(0.01)
@@ -448,15 +268,15 @@ async def test_a_client_that_never_had_a_session_has_no_crash_to_tell(net: Net) 
     assert client.losses == []
     proxy.deaf = False
     proxy.break_connections()  # what was lost on the connection that there is does not come again
-    await client.is_open()
+    await client.opened()
 
 
 async def test_a_closed_link_leaves_no_socket_behind(net: Net) -> None:
     """A sink opens and closes one for each source that it loses."""
     worker = net.worker()
-    client = await net.client(worker.port)
-    client.linking.cancel()
-    await asyncio.wait([client.linking])
+    client = await net.client(worker.address).opened()
+    client._linking.cancel()
+    await asyncio.wait([client._linking])
     assert client.link._socket.closed
     assert client.link._monitor.closed
 
@@ -467,12 +287,12 @@ async def test_a_closed_link_leaves_no_socket_behind(net: Net) -> None:
 async def test_nobody_is_judged_silent_for_the_time_in_which_this_process_stood_still(net: Net) -> None:
     """What the others have said meanwhile lies unread; here it is not even said, as both ends share the loop."""
     worker = net.worker(BRISK, clock=time.monotonic)
-    client = await net.client(worker.port, BRISK, clock=time.monotonic)
-    for _ in range(3):
-        await client.hears(2)
+    client = await net.client(worker.address, BRISK, clock=time.monotonic).opened()
+    for _ in range(2):
+        await client.beats(2)
         time.sleep(3 * BRISK.timeout_s)
-    await client.hears(3)
-    assert (client.losses, worker.lost, client.resyncs) == ([], [], 0)
+    await client.beats(3)
+    assert (client.losses, worker.lost, client.num_resyncs) == ([], [], 0)
 
 
 async def test_a_connection_is_not_judged_right_after_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,156 +317,117 @@ async def test_a_connection_is_not_judged_right_after_a_stall(monkeypatch: pytes
 async def test_a_worker_that_hears_nothing_is_lost_before_the_timeout(net: Net) -> None:
     """By the time that its heartbeats tell: whoever is too slow here is slow in both directions."""
     worker = net.worker(BRISK, clock=lambda: worker.beat * BRISK.interval_s)
-    proxy, port = await net.proxy(worker)
-    client = await net.client(port, BRISK, clock=lambda: worker.beat * BRISK.interval_s)
-    await client.hears(5)
+    proxy, port = await proxy_of(net, worker)
+    client = await net.client(at(port), BRISK, clock=lambda: worker.beat * BRISK.interval_s).opened()
+    await client.beats(5)
     proxy.deaf = True
     cut_at = worker.beat
-    assert await client.lost() == ("it does not hear what is sent to it", False)
+    assert await client.loss() == ("it does not hear what is sent to it", False)
     assert (worker.beat - cut_at) * BRISK.interval_s < BRISK.timeout_s
     assert worker.server.traffic.sessions_lost == 0, "the worker had not given the client up yet"
 
 
 async def test_a_worker_that_hears_is_not_taken_for_deaf(net: Net) -> None:
     worker = net.worker(BRISK, clock=lambda: worker.beat * BRISK.interval_s)
-    client = await net.client(worker.port, BRISK, clock=lambda: worker.beat * BRISK.interval_s)
-    await client.hears(4 * DEAF_BEATS)
+    client = await net.client(worker.address, BRISK, clock=lambda: worker.beat * BRISK.interval_s).opened()
+    await client.beats(2 * DEAF_BEATS)
     assert client.losses == []
 
 
-class PlayedWorker:
-    """A ROUTER whose every frame the test decides."""
-
-    def __init__(self) -> None:
-        self.me = new_incarnation()
-        self.context = zmq.asyncio.Context()
-        self._socket = self.context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-
-    async def expect(self, kind: type[Message]) -> tuple[Incarnation, Message]:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                _, frame = await self._socket.recv_multipart()
-                sender, messages = decode(frame)
-                for message in messages:
-                    if isinstance(message, kind):
-                        return sender, message
-
-    async def send(self, peer: Incarnation, *messages: Message) -> None:
-        await self._socket.send_multipart([peer.encode(), encode(self.me, messages)])
-
-    def send_soon(self, peer: Incarnation, *messages: Message) -> None:
-        """Without a turn of the event loop."""
-        self._socket.send_multipart([peer.encode(), encode(self.me, messages)])
-
-
 @pytest.fixture
-async def played(net: Net) -> AsyncIterator[tuple[PlayedWorker, Client]]:
+async def played(net: Net) -> tuple[RawWorker, Client]:
     """A worker that the test plays, and a link that is open; nothing happens but by the test."""
-    worker = PlayedWorker()
-    pulse = Pulse(interval_s=0.25, timeout_s=1.5)
-    net._open.append(client := Client(worker.port, lambda: net.now_s, pulse))
-    while client.link.state is not LinkState.OPEN:
-        peer, hello = await worker.expect(Hello)
-        assert isinstance(hello, Hello)
-        await worker.send(
-            peer, Welcome(**{n: getattr(WELCOME, n) for n in WELCOME.__slots__} | {"number": hello.number})
-        )
-        await asyncio.sleep(0.05)
-    yield worker, client
-    worker.context.destroy(linger=0)
+    worker = net.raw_worker()
+    client = net.client(worker.address, Pulse(interval_s=0.25, timeout_s=1.5))
+    await worker.accept(client)
+    return worker, client
 
 
 async def test_heartbeats_that_lay_unread_do_not_show_that_the_worker_is_deaf(
-    net: Net, played: tuple[PlayedWorker, Client]
+    net: Net, played: tuple[RawWorker, Client]
 ) -> None:
     """This process was busy for more than a second: what it reads then is old, and it has answered none of it."""
     worker, client = played
     await worker.send(client.me, heartbeat(1, echoed=0))
     await worker.expect(HeartbeatEcho)
-    net.now_s += 1.3
+    net.clock.now_s += 1.3
     await worker.send(client.me, *[heartbeat(number, echoed=1) for number in range(2, 8)])
-    await client.changes.until(lambda: client.beats == 7 or bool(client.losses))
+    await client.events.until(lambda: client.num_heartbeats == 7 or bool(client.losses))
     assert client.losses == []
-    net.now_s += 0.25
+    net.clock.now_s += 0.25
     await worker.send(client.me, heartbeat(8, echoed=7))
-    await client.changes.until(lambda: client.beats == 8 or bool(client.losses))
+    await client.events.until(lambda: client.num_heartbeats == 8 or bool(client.losses))
     assert client.losses == []
 
 
-async def test_who_is_behind_takes_nobody_for_deaf(net: Net, played: tuple[PlayedWorker, Client]) -> None:
+async def test_who_is_behind_takes_nobody_for_deaf(net: Net, played: tuple[RawWorker, Client]) -> None:
     """What this process reads is always 1.5 s old, for there is so much of it: the echoes are confirmed as late."""
     worker, client = played
     take, num, behind = client.on_message, 20, 6
 
     def slowly(link: ControlClient, message: Message) -> None:
         take(link, message)
-        if client.beats <= num - behind:  # what is left then is read at once
-            net.now_s += 0.25
+        if client.num_heartbeats <= num - behind:  # what is left then is read at once
+            net.clock.now_s += 0.25
 
     client.on_message = slowly  # type: ignore[method-assign]
     for number in range(1, num + 1):
         worker.send_soon(client.me, heartbeat(number, echoed=max(0, number - behind)))
     time.sleep(0.5)  # without a turn of the loop: all of them lie there
-    await client.changes.until(lambda: client.beats == num or bool(client.losses))
+    await client.events.until(lambda: client.num_heartbeats == num or bool(client.losses))
     assert client.losses == []
 
 
 async def test_heartbeats_that_were_not_sent_do_not_show_that_the_worker_is_deaf(
-    net: Net, played: tuple[PlayedWorker, Client]
+    net: Net, played: tuple[RawWorker, Client]
 ) -> None:
     """It had other messages to send: it counted on, and sent none."""
     worker, client = played
     await worker.send(client.me, heartbeat(1, echoed=0))
-    await client.hears(1)
-    net.now_s += 10.0
-    client.link._heard_at = net.now_s
+    await client.beats(1)
+    net.clock.now_s += 10.0
+    client.link._heard_at = net.clock.now_s
     await worker.send(client.me, heartbeat(41, echoed=1))
-    await client.changes.until(lambda: client.beats == 2 or bool(client.losses))
+    await client.events.until(lambda: client.num_heartbeats == 2 or bool(client.losses))
     assert client.losses == []
 
 
-async def test_a_worker_that_was_busy_has_not_read_its_echoes_yet(
-    net: Net, played: tuple[PlayedWorker, Client]
-) -> None:
+async def test_a_worker_that_was_busy_has_not_read_its_echoes_yet(net: Net, played: tuple[RawWorker, Client]) -> None:
     worker, client = played
     await worker.send(client.me, heartbeat(1, echoed=0))
-    await client.hears(1)
-    net.now_s += 1.4
+    await client.beats(1)
+    net.clock.now_s += 1.4
     await worker.send(client.me, heartbeat(2, echoed=0))
-    await client.changes.until(lambda: client.beats == 2 or bool(client.losses))
+    await client.events.until(lambda: client.num_heartbeats == 2 or bool(client.losses))
     assert client.losses == []
 
 
-async def test_echoes_that_are_missing_for_long_show_a_deaf_worker(
-    net: Net, played: tuple[PlayedWorker, Client]
-) -> None:
+async def test_echoes_that_are_missing_for_long_show_a_deaf_worker(net: Net, played: tuple[RawWorker, Client]) -> None:
     worker, client = played
     for number in range(1, 20):
         await worker.send(client.me, heartbeat(number, echoed=min(2, number - 1)))
-        await client.has_heard(number)
+        await has_heard(client, number)
         if client.losses:
             break
-        net.now_s += 0.25
+        net.clock.now_s += 0.25
     assert client.losses == [("it does not hear what is sent to it", False)]
     assert number == 7, "the fifth heartbeat after the last that was echoed, within 1.5 s"
 
 
 async def test_a_worker_that_takes_one_message_after_another_is_not_deaf(
-    net: Net, played: tuple[PlayedWorker, Client]
+    net: Net, played: tuple[RawWorker, Client]
 ) -> None:
     """What it takes is large, and the echoes lie behind it."""
     worker, client = played
     for number in range(1, 20):
         await worker.send(client.me, replace(heartbeat(number, echoed=0), received=number // 3))
-        await client.has_heard(number)
+        await has_heard(client, number)
         assert client.losses == []
-        net.now_s += 0.25
+        net.clock.now_s += 0.25
     for number in range(20, 40):
         await worker.send(client.me, replace(heartbeat(number, echoed=0), received=6))
-        await client.has_heard(number)
+        await has_heard(client, number)
         if client.losses:
             break
-        net.now_s += 0.25
+        net.clock.now_s += 0.25
     assert client.losses == [("it does not hear what is sent to it", False)], "it has not taken anything for long"

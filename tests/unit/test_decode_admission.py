@@ -154,7 +154,7 @@ def test_growth_that_has_not_begun_is_expected_however_long_that_takes(how: str,
     bench.profile(41)
     bench.reserve(request("slow", 64, local=how == "computed"))
     bench.steps(num_steps)
-    assert bench.scheduler.num_running == 0
+    assert bench.scheduler.batch.num_running == 0
     # 16 + 16 blocks, and 10 more for each.
     assert bench.reserve(request("other", 64)) == []
 
@@ -181,7 +181,7 @@ def test_a_sequence_that_is_kept_out_of_the_batch_does_not_grow_meanwhile() -> N
     bench.run(request("runs", 4, tier=INTERACTIVE))
     bench.enter(request("kept out", 4))
     bench.steps(99)
-    assert bench.scheduler.num_running == 1
+    assert bench.scheduler.batch.num_running == 1
     # Just before the one that runs ends, in 60 steps: 41 blocks, and 15 of the newcomer's, which go on growing. What
     # the other one gives back by then is a block or two.
     assert bench.reserve(request("newcomer", 4, tier=BATCH)) == []
@@ -218,13 +218,14 @@ def test_one_that_outlives_what_was_expected_is_judged_anew_among_the_lengths_th
     """By another rank: with the old one, a low one, the next length would be expected each time, and never reached."""
     bench, generation = with_lengths_up_to(40, rank=0.0)
     step = bench.begin_step()
-    first_end = generation.end_step
+    first_end = bench.scheduler._admission._expected_ends[generation]
     bench.end_step(step)
-    assert first_end == bench.scheduler._batch.step + 7, "it has the first of 8 tokens"
+    assert first_end == bench.scheduler.batch.step + 7, "it has the first of 8 tokens"
     bench.steps(7)
     num_left = 40 - generation.sequence.num_output // 8
     expected = 8 * (40 - num_left + int(rank_of(0) * num_left) + 1)
-    assert 8 + generation.end_step - first_end == expected, "0.618 of the way through those that are left"
+    last_end = bench.scheduler._admission._expected_ends[generation]
+    assert 8 + last_end - first_end == expected, "0.618 of the way through those that are left"
 
 
 def test_one_that_goes_on_and_on_is_judged_anew_a_few_times() -> None:
@@ -232,7 +233,7 @@ def test_one_that_goes_on_and_on_is_judged_anew_a_few_times() -> None:
     ends = set()
     for _ in range(8 * 40):
         bench.step()
-        ends.add(generation.end_step)
+        ends.add(bench.scheduler._admission._expected_ends[generation])
     assert len(ends) < 12, "not at every length that it outlives"
 
 
@@ -304,7 +305,7 @@ def test_a_tenant_is_charged_two_for_each_step_of_each_sequence_and_one_for_each
     charged = [0.0]
 
     def more() -> float:
-        charged.append(bench.scheduler._entrance.waiting.counter(STANDARD, "a"))
+        charged.append(bench.scheduler.entrance.waiting.counter(STANDARD, "a"))
         return charged[-1] - charged[-2]
 
     a, b = [bench.enter(request(name, 4, tenant="a"))[0] for name in "ab"]

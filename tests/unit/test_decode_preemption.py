@@ -59,6 +59,16 @@ def test_those_who_lack_a_block_sit_out_one_step_and_go_on_in_the_next() -> None
     assert c.stage is Stage.PREEMPTED
 
 
+def test_the_only_free_block_goes_to_the_most_senior_of_those_who_are_due() -> None:
+    bench = Bench(10, memory_reserve=EAGER)
+    tiers = {"old": STANDARD, "vip": INTERACTIVE, "new": STANDARD}
+    old, vip, new = [bench.enter(request(name, 8, tier=tier))[0] for name, tier in tiers.items()]
+    bench.step()
+    assert bench.pool.num_free == 1
+    assert bench.preempting_step().decodes == [vip]
+    assert (old.stage, new.stage) == (Stage.RUNNING, Stage.PREEMPTED)
+
+
 def test_no_more_give_way_than_need_be() -> None:
     """One is due while three blocks are needed by nobody else: one other gives way."""
     bench = Bench(7, memory_reserve=EAGER)
@@ -101,7 +111,7 @@ def test_a_reservation_that_nothing_was_read_into_gives_way_to_older_sequences()
     older = bench.run(request("older", 8))
     newer = unread("newer", 12)
     reserve(bench, newer)
-    while not bench.scheduler.num_revoked:
+    while not bench.scheduler.preemption.num_revoked:
         step = bench.begin_step()
         bench.end_step(step)
     assert step.revoked == [newer]
@@ -109,7 +119,7 @@ def test_a_reservation_that_nothing_was_read_into_gives_way_to_older_sequences()
     newer.pull.revoke()
     del bench.pulling["newer"]
     assert (older.stage, bench.num_preemptions) == (Stage.RUNNING, 0)
-    assert (bench.scheduler.num_waiting, bench.scheduler.num_pulling) == (1, 0)
+    assert (bench.scheduler.num_waiting, len(bench.scheduler.entrance.reserved)) == (1, 0)
     bench.step(ends=[older])
     assert list(bench.pulling) == ["newer"], "it gets room again"
     bench.settle(newer)
@@ -157,7 +167,7 @@ def test_a_pull_that_has_begun_to_read_keeps_its_blocks() -> None:
     assert newer.pull is not None
     newer.pull.blocks_ready(offer(newer, 1))
     bench.preempt()
-    assert (older.stage, bench.scheduler.num_revoked) == (Stage.PREEMPTED, 0)
+    assert (older.stage, bench.scheduler.preemption.num_revoked) == (Stage.PREEMPTED, 0)
 
 
 def test_a_prompt_that_is_computed_here_gives_way_to_older_sequences() -> None:
@@ -167,7 +177,11 @@ def test_a_prompt_that_is_computed_here_gives_way_to_older_sequences() -> None:
     bench.reserve(newer)
     bench.preempt()
     assert older.stage is Stage.RUNNING
-    assert (bench.scheduler.num_computing, bench.scheduler.num_waiting, bench.scheduler.num_preempted) == (0, 1, 0)
+    assert (len(bench.scheduler.prompts), bench.scheduler.num_waiting, len(bench.scheduler.entrance.preempted)) == (
+        0,
+        1,
+        0,
+    )
 
 
 def test_a_prompt_of_a_higher_tier_does_not_give_way() -> None:
@@ -176,7 +190,7 @@ def test_a_prompt_of_a_higher_tier_does_not_give_way() -> None:
     bench.reserve(request("higher", 12, local=True, tier=INTERACTIVE))
     bench.preempting_step()
     assert lower.stage is Stage.PREEMPTED
-    assert bench.scheduler.num_computing == 1
+    assert len(bench.scheduler.prompts) == 1
 
 
 def test_who_is_about_to_join_gives_way_before_older_ones_that_run() -> None:
@@ -237,8 +251,11 @@ def test_blocks_are_given_up_the_cheaper_way(policy: dict[str, object], how: str
     bench, _ = crowded(STANDARD, STANDARD, **policy)
     step = bench.preempting_step()
     swapped = how == "swap"
-    assert (bench.scheduler.num_swapped, bench.scheduler.num_recomputed) == (int(swapped), int(not swapped))
-    assert (len(step.swap_outs), bench.scheduler.num_host_used) == ((3, 3) if swapped else (0, 0))
+    assert (bench.scheduler.swap.num_swapped, bench.scheduler.preemption.num_recomputed) == (
+        int(swapped),
+        int(not swapped),
+    )
+    assert (len(step.swap_outs), bench.scheduler.swap.num_used) == ((3, 3) if swapped else (0, 0))
 
 
 @pytest.mark.parametrize(("swap_s_per_block", "how"), [(0.66, "swap"), (0.67, "recompute")])
@@ -249,7 +266,7 @@ def test_what_others_hold_too_is_not_computed_again(swap_s_per_block: float, how
     bench.run(request("a", 8))
     bench.run(request("b", tokens("a", 8)))
     bench.preempt()
-    assert (bench.scheduler.num_swapped == 1) == (how == "swap")
+    assert (bench.scheduler.swap.num_swapped == 1) == (how == "swap")
 
 
 def test_what_is_swapped_out_comes_back_in_the_same_order() -> None:
@@ -268,7 +285,7 @@ def test_what_is_swapped_out_comes_back_in_the_same_order() -> None:
     assert step.swap_ins == list(zip(slots, b.sequence.block_table, strict=False))
     assert len(b.sequence.block_table) == 4, "and one for its next token"
     assert step.decodes == [b]
-    assert bench.scheduler.num_host_used == 0
+    assert bench.scheduler.swap.num_used == 0
     bench.end_step(step)
     assert b.sequence.token_ids == [*b.request.work.token_ids, 99, *range(9, 14)]
 

@@ -106,11 +106,11 @@ def test_cached_blocks_that_are_shared_again_cost_room() -> None:
 def test_hits_are_counted_in_tokens() -> None:
     bench = Bench(memory_reserve=EAGER)
     bench.run(request("first", 11))
-    assert (bench.scheduler.num_prefix_queried, bench.scheduler.num_prefix_hit) == (11, 0)
+    assert (bench.scheduler.entrance.num_prefix_queried, bench.scheduler.entrance.num_prefix_hit) == (11, 0)
     bench.reserve(request("pulled", tokens("first", 11)))
-    assert (bench.scheduler.num_prefix_queried, bench.scheduler.num_prefix_hit) == (22, 8)
+    assert (bench.scheduler.entrance.num_prefix_queried, bench.scheduler.entrance.num_prefix_hit) == (22, 8)
     bench.reserve(request("computed", tokens("first", 8), local=True))
-    assert (bench.scheduler.num_prefix_queried, bench.scheduler.num_prefix_hit) == (30, 12)
+    assert (bench.scheduler.entrance.num_prefix_queried, bench.scheduler.entrance.num_prefix_hit) == (30, 12)
 
 
 def test_who_waits_is_not_counted_before_it_comes_in() -> None:
@@ -118,7 +118,7 @@ def test_who_waits_is_not_counted_before_it_comes_in() -> None:
     bench.reserve(request("blocker", 16))
     for _ in range(3):
         assert bench.reserve(request("waits", 8)) == []
-    assert bench.scheduler.num_prefix_queried == 16
+    assert bench.scheduler.entrance.num_prefix_queried == 16
 
 
 @pytest.mark.parametrize(("salt", "num_held"), [("mine", 2), ("yours", 0), ("", 0)])
@@ -310,7 +310,7 @@ def test_a_chunk_of_a_request_that_was_given_up_counts_no_more() -> None:
     step = bench.begin_step()
     bench.forget(subject)
     assert bench.scheduler.chunks_done(step.chunks) == []
-    assert bench.scheduler.num_computing == 0
+    assert len(bench.scheduler.prompts) == 0
     bench.pool.step_finished(1)
     assert bench.pool.num_free == bench.pool.num_blocks
 
@@ -319,7 +319,7 @@ def test_what_is_computed_here_goes_on_like_anything_else() -> None:
     bench = Bench(memory_reserve=EAGER)
     subject = request("a", 6, num_choices=2, local=True)
     bench.reserve(subject)
-    assert (bench.scheduler.num_computing, bench.scheduler.num_uncomputed_of(subject)) == (1, 6)
+    assert (len(bench.scheduler.prompts), bench.scheduler.num_uncomputed_of(subject)) == (1, 6)
     bench.step()
     one, other = subject.generations
     step = bench.step()

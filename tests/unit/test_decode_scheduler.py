@@ -245,7 +245,7 @@ def _coming_back(bench: Bench, subject: DecodeRequest) -> Step:
 def _computing(bench: Bench, subject: DecodeRequest) -> None:
     bench.reserve(subject)
     bench.step()
-    assert bench.scheduler.num_computing == 1
+    assert len(bench.scheduler.prompts) == 1
 
 
 def _computing_in_a_step(bench: Bench, subject: DecodeRequest) -> Step:
@@ -258,7 +258,7 @@ def _sent_back(bench: Bench, subject: DecodeRequest) -> None:
     bench.run(request("senior", 12, tier=INTERACTIVE))
     bench.reserve(subject)
     bench.preempt()
-    assert (bench.scheduler.num_computing, bench.scheduler.num_waiting) == (0, 1)
+    assert (len(bench.scheduler.prompts), bench.scheduler.num_waiting) == (0, 1)
 
 
 SMALL_STEPS: dict[str, Any] = {"max_num_seqs": 2, "token_budget": 6, "prefill_tokens": 1}
@@ -298,22 +298,20 @@ def test_a_request_that_is_given_up_keeps_nothing(stage: str, preempt_by: str) -
         bench.forget(other)
     bench.step()  # lets go of copies that nobody needs any more
     scheduler = bench.scheduler
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pulling) == (0, 0, 0)
-    assert (scheduler.num_computing, scheduler.num_preempted) == (0, 0)
-    assert (bench.pool.num_free, scheduler.num_host_used, scheduler.num_expected) == (8, 0, 0)
-    served = [scheduler._entrance.waiting.counter(tier, "") for tier in Tier]
+    assert (scheduler.batch.num_running, scheduler.num_waiting, len(scheduler.entrance.reserved)) == (0, 0, 0)
+    assert (len(scheduler.prompts), len(scheduler.entrance.preempted)) == (0, 0)
+    assert (bench.pool.num_free, scheduler.swap.num_used, scheduler.num_expected) == (8, 0, 0)
+    served = [scheduler.entrance.waiting.counter(tier, "") for tier in Tier]
     bench.steps(3)
-    assert [scheduler._entrance.waiting.counter(tier, "") for tier in Tier] == served, (
-        "its tenant goes on being charged"
-    )
+    assert [scheduler.entrance.waiting.counter(tier, "") for tier in Tier] == served, "its tenant goes on being charged"
     assert bench.reserve(request("next", 32)) == ["next"], "who comes next has the whole cache"
 
 
 def test_what_has_ended_can_be_removed_again() -> None:
     bench = Bench()
     generation = bench.run(request("a", 6))
-    bench.scheduler.remove(generation)
-    bench.scheduler.remove(generation)
+    bench.scheduler.sequences.remove(generation)
+    bench.scheduler.sequences.remove(generation)
     bench.forget(generation.request)
     assert bench.pool.num_used == 0
 
@@ -360,14 +358,14 @@ def test_a_sequence_whose_mask_is_late_sits_steps_out_and_takes_no_block_meanwhi
     bench = Bench(num_blocks=16, memory_reserve=EAGER)
     [late], [other] = bench.enter(request("late", 5)), bench.enter(request("other", 5))
     assert bench.step().decodes == [late, other]
-    bench.scheduler.mask_awaited(late)
+    bench.scheduler.entrance.mask_awaited(late)
     num_blocks = len(late.sequence.block_table)
     for _ in range(20):
         assert bench.step().decodes == [other]
         bench.check()
     assert bench.scheduler.num_idle == 1
     assert len(late.sequence.block_table) == num_blocks
-    bench.scheduler.mask_known(late)
+    bench.scheduler.entrance.mask_known(late)
     assert bench.step().decodes == [late, other]
     assert len(late.sequence.block_table) == num_blocks, "it lacks none yet"
 
@@ -375,7 +373,7 @@ def test_a_sequence_whose_mask_is_late_sits_steps_out_and_takes_no_block_meanwhi
 def test_a_preempted_sequence_comes_back_when_its_mask_is_there() -> None:
     bench = Bench(num_blocks=8, memory_reserve=EAGER, preempt_by="recompute")
     older, newer = bench.run(request("older", 5)), bench.run(request("newer", 5))
-    bench.scheduler.mask_awaited(newer)
+    bench.scheduler.entrance.mask_awaited(newer)
     borrowed = bench.pool.allocate(bench.pool.num_free)
     while newer.stage is not Stage.PREEMPTED:
         bench.step()
@@ -384,7 +382,7 @@ def test_a_preempted_sequence_comes_back_when_its_mask_is_there() -> None:
         bench.reserve()
         bench.step()
         assert newer.stage is Stage.PREEMPTED
-    bench.scheduler.mask_known(newer)
+    bench.scheduler.entrance.mask_known(newer)
     bench.reserve()
     assert (older.stage, newer.stage) == (Stage.RUNNING, Stage.RECOMPUTING)
 
@@ -395,13 +393,13 @@ def test_whoever_ends_while_its_mask_is_awaited_leaves_nothing(preempted: bool) 
     bench.run(request("older", 5))
     subject = request("subject", 5)
     generation = bench.run(subject)
-    bench.scheduler.mask_awaited(generation)
+    bench.scheduler.entrance.mask_awaited(generation)
     if preempted:
         bench.pool.allocate(bench.pool.num_free)
         while generation.stage is not Stage.PREEMPTED:
             bench.step()
     bench.forget(subject)
     assert bench.scheduler.num_idle == 0
-    bench.scheduler.mask_known(generation)
+    bench.scheduler.entrance.mask_known(generation)
     bench.step()
     bench.check()

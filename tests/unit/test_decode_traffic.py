@@ -287,7 +287,7 @@ class Worker:
             generation.sequence.token_ids.append(1)
         for generation in step.decodes[:num_ends]:
             generation.finish_reason = "stop"
-            num += work(partial(self.scheduler.remove, generation))
+            num += work(partial(self.scheduler.sequences.remove, generation))
         num += work(lambda: self.scheduler.chunks_done(step.chunks))
         return num + work(self.come_in)
 
@@ -299,7 +299,7 @@ def steady(num_running: int, *num_prompt: int) -> Worker:
         worker.want(num_prompt[index % len(num_prompt)], 2**20)
     worker.come_in()
     worker.step()
-    assert worker.scheduler.num_running == num_running
+    assert worker.scheduler.batch.num_running == num_running
     return worker
 
 
@@ -363,7 +363,7 @@ def test_who_has_left_is_not_kept_for_as_long_as_it_was_expected_to_last() -> No
         worker.want(8, 2**20)
         worker.come_in()
         worker.step()
-        [generation] = worker.scheduler._batch.running()
+        [generation] = worker.scheduler.batch.running()
         worker.scheduler.forget(generation.request)
     del generation
     for _ in range(17):  # the calendar of who needs a block has them for so long

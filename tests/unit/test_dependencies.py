@@ -32,11 +32,12 @@ COMES_WITH = {"pydantic-core": "pydantic"}
 """Pinned to one version by the other."""
 
 
-def declared(extra: str = "") -> set[str]:
+@cache
+def declared(extra: str = "") -> frozenset[str]:
     """Distributions of the core, or of an extra."""
     table = project()["project"]
     lines = table["optional-dependencies"][extra] if extra else table["dependencies"]
-    return {canonicalize_name(Requirement(line).name) for line in lines}
+    return frozenset(canonicalize_name(Requirement(line).name) for line in lines)
 
 
 def imports_of(file: Path) -> Iterator[str]:
@@ -58,14 +59,17 @@ def installed() -> dict[str, set[str]]:
     return {name: {COMES_WITH.get(each, each) for each in of} for name, of in found.items()}
 
 
-def imported(folders: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+@cache
+def imported(folders: tuple[str, ...]) -> list[tuple[str, str]]:
     """(path, name) of each import of what is neither Python's nor Baton's."""
-    for file in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
-        for name in sorted(set(imports_of(file)) - OWN - sys.stdlib_module_names):
-            yield file.relative_to(ROOT).as_posix(), name
+    return [
+        (file.relative_to(ROOT).as_posix(), name)
+        for file in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+        for name in sorted(set(imports_of(file)) - OWN - sys.stdlib_module_names)
+    ]
 
 
-def surplus(folders: tuple[str, ...], admitted: set[str]) -> list[str]:
+def surplus(folders: tuple[str, ...], admitted: frozenset[str]) -> list[str]:
     """Imports of what is not declared."""
     return [
         f"{path} imports {name}"

@@ -28,9 +28,9 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.config import GatewaySettings, load
-from gateway.__main__ import admission_of
-from gateway.routing import dispatcher
-from gateway.routing.admission import Admission
+from gateway.__main__ import ttft_limits_of
+from gateway.dispatch import dispatcher
+from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed
 from gateway.serving.waterfall import Waterfall
 
@@ -126,8 +126,8 @@ async def test_loads_balance_when_a_session_ends_and_opens_again(bench: Bench, r
 
 async def test_a_resync_begins_again_what_the_worker_has_forgotten(bench: Bench) -> None:
     key, task = await bench.request()
-    assert bench.dispatcher.hello(bench.link(D)).open_requests == (key,)
-    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE))
+    assert bench.dispatcher.links.hello(bench.link(D)).open_requests == (key,)
+    bench.dispatcher.links.on_resync(bench.link(D), welcome(Role.DECODE))
     newest, work = bench.newest(key)
     assert (newest.attempt, set(work)) == (2, {D})
     bench.tokens(D, newest, 0, 10, reason="stop")
@@ -138,9 +138,9 @@ async def test_a_resync_does_not_begin_again_what_has_not_left_yet(bench: Bench)
     """While a connection is broken, or the worker does not read, what it is to do waits here: it cannot know of it."""
     key, task = await bench.request()
     bench.links[D].unsent_work = frozenset({key})
-    assert bench.dispatcher.hello(bench.link(D)).open_requests == ()
+    assert bench.dispatcher.links.hello(bench.link(D)).open_requests == ()
     bench.links[D].unsent_work = frozenset()
-    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE))
+    bench.dispatcher.links.on_resync(bench.link(D), welcome(Role.DECODE))
     assert bench.newest(key)[0] == key
     bench.tokens(D, key, 0, 10, reason="stop")
     assert await text(task) == [10]
@@ -148,8 +148,8 @@ async def test_a_resync_does_not_begin_again_what_has_not_left_yet(bench: Bench)
 
 async def test_a_resync_keeps_what_the_worker_knows(bench: Bench) -> None:
     key, task = await bench.request()
-    bench.dispatcher.hello(bench.link(D))
-    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE, [key]))
+    bench.dispatcher.links.hello(bench.link(D))
+    bench.dispatcher.links.on_resync(bench.link(D), welcome(Role.DECODE, [key]))
     bench.tokens(D, key, 0, 10, reason="stop")
     assert [delta.token_ids for delta in await task] == [(10,)]
 
@@ -158,9 +158,9 @@ async def test_a_resync_keeps_what_the_worker_knows(bench: Bench) -> None:
 async def test_a_request_that_began_during_a_resync_is_not_judged_by_it(bench: Bench, address: str) -> None:
     """The worker had not heard of it when it answered: its Prefill and Decode left after the Hello."""
     role = Role.PREFILL if address == P else Role.DECODE
-    assert bench.dispatcher.hello(bench.link(address)).open_requests == ()
+    assert bench.dispatcher.links.hello(bench.link(address)).open_requests == ()
     key, task = await bench.request()
-    bench.dispatcher.on_resync(bench.link(address), welcome(role))
+    bench.dispatcher.links.on_resync(bench.link(address), welcome(role))
     bench.tokens(P, key, 0, 10)
     bench.tokens(D, key, 0, 10, 11, reason="stop")
     assert [delta.token_ids for delta in await task] == [(10,), (11,)]
@@ -170,25 +170,25 @@ async def test_a_hello_does_not_list_what_has_ended_here(bench: Bench) -> None:
     """The client may not have been given its end yet; the worker is to forget the request at once."""
     key, task = await bench.request()
     bench.tokens(D, key, 0, 10, reason="stop")
-    assert bench.dispatcher.hello(bench.link(D)).open_requests == ()
+    assert bench.dispatcher.links.hello(bench.link(D)).open_requests == ()
     await task
 
 
 async def test_messages_about_another_attempt_are_stale(bench: Bench) -> None:
     key, _ = await bench.request()
     message = Tokens(request=key.request, attempt=2, choice=0, position=len(PROMPT), token_ids=(10,))
-    bench.dispatcher.on_message(bench.link(D), message)
+    bench.dispatcher.links.on_message(bench.link(D), message)
     assert bench.dispatcher.num_stale_messages == 1
 
 
 async def test_a_worker_that_refuses_gets_no_work(bench: Bench) -> None:
-    bench.dispatcher.on_refused(bench.link(P), HelloRefused(cause=Cause.CAPACITY, message="full"))
+    bench.dispatcher.links.on_refused(bench.link(P), HelloRefused(cause=Cause.CAPACITY, message="full"))
     key, _ = await bench.request()
     assert set(bench.work[key]) == {D}
     bench.open(P)
     key, _ = await bench.request()
     assert set(bench.work[key]) == {P, D}
-    bench.dispatcher.on_refused(bench.link(D), HelloRefused(cause=Cause.CAPACITY, message="full"))
+    bench.dispatcher.links.on_refused(bench.link(D), HelloRefused(cause=Cause.CAPACITY, message="full"))
     assert not bench.dispatcher.ready().ready
 
 
@@ -197,7 +197,7 @@ async def test_a_worker_that_refuses_gets_no_work(bench: Bench) -> None:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="gateway.routing.dispatcher")
+    caplog.set_level(logging.INFO, logger="gateway.dispatch")
     return caplog
 
 
@@ -205,7 +205,7 @@ async def test_a_gateway_without_prefill_workers_is_whole(log: pytest.LogCapture
     bench = Bench(prefill=())
     readiness = bench.dispatcher.ready()
     assert (readiness.ready, readiness.reason, readiness.max_sequence_tokens) == (True, "ready", 10_000)
-    await asyncio.wait_for(bench.dispatcher.wait_usable(), 20)
+    await asyncio.wait_for(bench.dispatcher.links.wait_usable(), 20)
     key, task = await bench.request()
     (decode,) = bench.work[key].values()
     assert isinstance(decode, Decode)
@@ -258,23 +258,23 @@ async def test_a_gateway_starts_once_each_role_has_a_worker() -> None:
     bench.open(D)
     assert bench.dispatcher.ready().ready
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(bench.dispatcher.wait_usable(), 0.01)
+        await asyncio.wait_for(bench.dispatcher.links.wait_usable(), 0.01)
     bench.open(P)
-    await asyncio.wait_for(bench.dispatcher.wait_usable(), 20)
+    await asyncio.wait_for(bench.dispatcher.links.wait_usable(), 20)
     await bench.close()
 
 
 async def test_a_misfit_does_not_end_a_gateway_that_serves() -> None:
     other = replace(welcome(Role.PREFILL), fingerprint=replace(FINGERPRINT, weights_hash="other"))
     bench = Bench(opened=False)
-    broken = bench.dispatcher._broken = asyncio.get_running_loop().create_future()
+    broken = bench.dispatcher.links._broken = asyncio.get_running_loop().create_future()
     bench.open(D)
     _, task = await bench.request()
-    bench.dispatcher.on_open(bench.link(P), other)
+    bench.dispatcher.links.on_open(bench.link(P), other)
     assert not broken.done()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    bench.dispatcher.on_open(bench.link(P), other)
+    bench.dispatcher.links.on_open(bench.link(P), other)
     with pytest.raises(FingerprintMismatchError):
         await broken
     await bench.close()
@@ -405,14 +405,14 @@ async def test_in_turn_nothing_that_is_cached_counts() -> None:
 # --- admission -------------------------------------------------------------------------------------------------------
 
 
-def limits() -> Admission:
-    return Admission({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0})
+def limits() -> TtftLimits:
+    return TtftLimits({Tier.INTERACTIVE: 1.0, Tier.STANDARD: 10.0, Tier.BATCH: 0.0})
 
 
 async def test_a_fresh_installation_refuses_nobody_but_those_who_ask_for_an_answer_at_once() -> None:
     """A closed loop of 1,024 clients waits, before workers that need hours for what they have: no operator has said
     that it should not. Whoever says `interactive` is told rather than kept waiting."""
-    bench = Bench(admission=admission_of(load(GatewaySettings, "baton gateway", [])))
+    bench = Bench(ttft_limits=ttft_limits_of(load(GatewaySettings, "baton gateway", [])))
     bench.say(P, replace(heartbeat(), queued_tokens=(10**6, 10**6, 10**6), token_s=0.01))
     bench.say(D, replace(heartbeat(), sequences=(0, 1000, 0), places=2, sequence_s=60.0))
     sampling = SamplingParams(max_tokens=9)
@@ -435,7 +435,7 @@ async def test_a_fresh_installation_refuses_nobody_but_those_who_ask_for_an_answ
 
 
 async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_back() -> None:
-    bench = Bench(admission=limits())
+    bench = Bench(ttft_limits=limits())
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 15_500, 99_000), token_s=0.001))
     with pytest.raises(GenerationFailed, match="to wait for a prompt's turn") as refusal:
         await bench.whole(PROMPT, (1, 2))
@@ -455,8 +455,8 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come_
 
 async def test_admission_learns_from_first_tokens_but_not_from_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt: list[tuple[Tier, float]] = []
-    monkeypatch.setattr(Admission, "observe", lambda _, tier, expected, ttft_s, now: learnt.append((tier, ttft_s)))
-    bench = Bench(decode=(D, D2), admission=limits())
+    monkeypatch.setattr(TtftLimits, "observe", lambda _, tier, expected, ttft_s, now: learnt.append((tier, ttft_s)))
+    bench = Bench(decode=(D, D2), ttft_limits=limits())
     key, task = await bench.request(PROMPT)
     assert learnt == []
     bench.tokens(P, key, 0, 1)
@@ -475,8 +475,8 @@ async def test_admission_learns_from_first_tokens_but_not_from_failures(monkeypa
 
 async def test_who_gives_up_waiting_for_the_first_token_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt: list[float] = []
-    monkeypatch.setattr(Admission, "observe", lambda _, tier, expected, ttft_s, now: learnt.append(ttft_s))
-    bench = Bench(admission=limits())
+    monkeypatch.setattr(TtftLimits, "observe", lambda _, tier, expected, ttft_s, now: learnt.append(ttft_s))
+    bench = Bench(ttft_limits=limits())
     _, task = await bench.request(PROMPT)
     task.cancel()
     with suppress(asyncio.CancelledError):
@@ -487,7 +487,7 @@ async def test_who_gives_up_waiting_for_the_first_token_is_learnt_from(monkeypat
 
 async def test_before_anybody_is_refused_the_worker_where_least_is_waited_for_counts() -> None:
     """The one from which the first token is expected first is not the one that is free."""
-    bench = Bench(prefill=(P, P2), admission=limits())
+    bench = Bench(prefill=(P, P2), ttft_limits=limits())
     bench.say(P, replace(heartbeat(), queued_tokens=(0, 11_000, 0), token_s=0.001))
     bench.say(P2, replace(heartbeat(), token_s=10.0))
     key, task = await bench.request(PROMPT)
@@ -500,7 +500,7 @@ async def test_before_anybody_is_refused_the_worker_where_least_is_waited_for_co
 
 async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
     """No heartbeat comes between these: what was given counts at once."""
-    bench = Bench(admission=limits())
+    bench = Bench(ttft_limits=limits())
     bench.say(P, replace(heartbeat(), token_s=0.01))
     for _ in range(3):
         await bench.request(range(300))
@@ -514,7 +514,7 @@ async def test_a_burst_is_refused_by_what_it_brings_itself() -> None:
 
 async def test_the_prompts_of_one_request_are_let_in_together_or_not_at_all() -> None:
     """What its first prompt brings is not a queue for the others: it would never be let in."""
-    bench = Bench(admission=limits())
+    bench = Bench(ttft_limits=limits())
     bench.say(P, replace(heartbeat(), token_s=0.01))
     together = Admittance()
     for _ in range(5):
@@ -533,7 +533,7 @@ async def test_the_prompts_of_one_request_are_let_in_together_or_not_at_all() ->
 
 
 async def test_a_request_that_has_begun_is_never_refused() -> None:
-    bench = Bench(decode=(D, D2), admission=limits())
+    bench = Bench(decode=(D, D2), ttft_limits=limits())
     key, task = await bench.request(PROMPT)
     bench.tokens(P, key, 0, 1)
     bench.tokens(D, key, 0, 1, 2)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from dispatcher_bench import D2, Bench, D, Time, settle
 
-from gateway.routing.dispatcher import _MOST_A_TURN, Dispatcher
+from gateway.dispatch.dispatcher import _MOST_A_TURN, Dispatcher
 
 MANY = 100
-KEPT = ("_open_clients", "_clients", "_impatient")
-WAITING = ("_clients", "_wants", "_new", "_parked", "_groups")
+KEPT = ("_open", "_by_id")
+WAITING = ("_requests", "_new", "_parked", "_groups")
 
 
 class Counted(dict[Any, Any]):
@@ -44,12 +44,12 @@ async def bench() -> AsyncIterator[Bench]:
     bench = Bench((), (D, D2), clock=Time())
     yield bench
     await bench.close()
-    bench.dispatcher._waiting.check_invariants()
+    bench.dispatcher.placement.waiting.check_invariants()
 
 
 def watched(dispatcher: Dispatcher) -> dict[str, Counted]:
     """Put a table that counts in the place of each that has something of every request, or of all that wait."""
-    waiting: Any = dispatcher._waiting
+    waiting: Any = dispatcher.placement.waiting
     waiting._parked = {group: Counted(wants) for group, wants in waiting._parked.items()}
     tables = {f"parked {number}": wants for number, wants in enumerate(waiting._parked.values())}
     for owner, names in ((dispatcher, KEPT), (waiting, WAITING)):
@@ -62,7 +62,7 @@ def watched(dispatcher: Dispatcher) -> dict[str, Counted]:
 
 def assert_the_same(dispatcher: Dispatcher, tables: dict[str, Counted]) -> None:
     """Each table is still the one that was put there."""
-    waiting: Any = dispatcher._waiting
+    waiting: Any = dispatcher.placement.waiting
     for owner, names in ((dispatcher, KEPT), (waiting, WAITING)):
         for name in names:
             assert getattr(owner, name) is tables[f"{type(owner).__name__}.{name}"], name
@@ -80,7 +80,7 @@ async def test_who_ends_while_many_wait_costs_them_nothing(bench: Bench, parked:
     await settle()
     if parked:
         bench.lose(D)
-        while bench.dispatcher._waiting._new:
+        while bench.dispatcher.placement.waiting._new:
             await asyncio.sleep(0)
         await settle()
     leaving = [task for _, task in asked[-10:]]
@@ -90,13 +90,13 @@ async def test_who_ends_while_many_wait_costs_them_nothing(bench: Bench, parked:
         bench.open(D2)
         bench.lose(D)
     dispatcher = bench.dispatcher
-    waiting: Any = dispatcher._waiting
+    waiting: Any = dispatcher.placement.waiting
     num = len(waiting)
     assert num >= MANY - _MOST_A_TURN
     assert len(waiting._groups) == (num if parked else 0)
     tables = watched(dispatcher)
     await asyncio.sleep(0)
-    assert len(dispatcher._open_clients) == MANY - len(leaving)
+    assert len(dispatcher._open) == MANY - len(leaving)
     assert num - len(waiting) == len(leaving) + (0 if parked else _MOST_A_TURN)
     assert Counted.num < MANY, "not even once through one of the tables"
     assert_the_same(dispatcher, tables)

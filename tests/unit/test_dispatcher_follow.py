@@ -20,7 +20,7 @@ from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages import HelloRefused, Role
 from common.contract.sampling import SamplingParams
 from common.runtime.clock import Pulse, monotonic
-from gateway.routing.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
 from gateway.workers.discovery import Discovery, DiscoveryMetrics, Endpoint
 from gateway.workers.endpoint_slices import EndpointSliceSource
@@ -46,7 +46,7 @@ class Cluster:
         return Endpoint(address=self.addresses[worker], identity=identity, serving=serving)
 
     def follow(self, *endpoints: Endpoint, role: Role = Role.DECODE) -> None:
-        self.dispatcher.follow(role, endpoints)
+        self.dispatcher.links.follow(role, endpoints)
 
     def usable(self) -> set[str]:
         return {worker.address for worker in self.registry.usable(Role.DECODE)}
@@ -67,7 +67,7 @@ async def cluster(num_decode: int, *, prefill: bool = True) -> AsyncIterator[Clu
     addresses = {worker: worker.bind() for worker in (pool.prefill, *pool.decode)}
     registry = Registry((), (), "c", colocated=not prefill)
     dispatcher = Dispatcher(new_incarnation(), registry, monotonic, PULSE, patience_s=WAIT_S)
-    tasks = [asyncio.create_task(pool.run()), asyncio.create_task(dispatcher.run())]
+    tasks = [asyncio.create_task(pool.run()), asyncio.create_task(dispatcher.links.run())]
     made = Cluster(pool, addresses, registry, dispatcher)
     try:
         if prefill:
@@ -84,7 +84,7 @@ async def test_a_worker_serves_once_it_is_found() -> None:
     async with cluster(2) as made:
         first, second = made.pool.decode
         made.follow(made.endpoint(first))
-        await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
+        await asyncio.wait_for(made.dispatcher.links.wait_usable(), WAIT_S)
         assert sum(len(delta.token_ids) for delta in await made.ask()) == 3
         made.follow(made.endpoint(first), made.endpoint(second))
         await eventually(lambda: made.usable() == set(made.addresses.values()) - {made.addresses[made.pool.prefill]})
@@ -120,7 +120,7 @@ async def test_one_that_is_not_listed_any_more_finishes_what_it_has_and_is_forgo
         assert made.addresses[first] in made.registry.workers, "its session is open"
         await first.server.close()
         await eventually(lambda: made.addresses[first] not in made.registry.workers)
-        assert [worker["id"] for worker in made.dispatcher.workers()].count(made.addresses[first]) == 0
+        assert [worker["id"] for worker in made.dispatcher.links.workers()].count(made.addresses[first]) == 0
 
 
 async def test_one_that_is_not_listed_any_more_may_refuse_within_its_session() -> None:
@@ -148,7 +148,7 @@ async def test_one_that_never_answered_is_forgotten_at_once_and_may_come_again()
             assert ghost.address not in made.registry.workers
         await eventually(lambda: len(made.usable()) == 1)
         await made.ask()
-        assert len(made.dispatcher._linking) == 2
+        assert len(made.dispatcher.links._linking) == 2
 
 
 async def test_another_pod_at_the_same_address_is_another_worker() -> None:
@@ -190,7 +190,7 @@ async def test_a_gateway_is_ready_once_a_worker_that_it_knows_already_is() -> No
         await eventually(lambda: made.registry.workers[made.addresses[worker]].incarnation is not None)
         assert not made.usable()
         made.follow(made.endpoint(worker))
-        await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
+        await asyncio.wait_for(made.dispatcher.links.wait_usable(), WAIT_S)
 
 
 async def test_workers_that_differ_are_never_used_together(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,9 +217,9 @@ async def test_requests_are_served_while_the_source_is_down() -> None:
         metrics = CollectorRegistry()
         sources = {Role.DECODE: EndpointSliceSource(client, NAMESPACE, DECODE)}
         discovery = Discovery(sources, DiscoveryMetrics(metrics, monotonic), monotonic)
-        task = asyncio.create_task(discovery.run(made.dispatcher.follow))
+        task = asyncio.create_task(discovery.run(made.dispatcher.links.follow))
         try:
-            await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
+            await asyncio.wait_for(made.dispatcher.links.wait_usable(), WAIT_S)
             await api.stop()
             failed = "baton_gateway_discovery_errors_total"
             await eventually(lambda: (metrics.get_sample_value(failed, {"role": "decode"}) or 0) >= 2)
@@ -233,8 +233,8 @@ async def test_requests_are_served_while_the_source_is_down() -> None:
 async def test_prefill_workers_that_are_gone_leave_the_prompts_to_decode_workers() -> None:
     async with cluster(1) as made:
         made.follow(made.endpoint(made.pool.decode[0]))
-        await asyncio.wait_for(made.dispatcher.wait_usable(), WAIT_S)
+        await asyncio.wait_for(made.dispatcher.links.wait_usable(), WAIT_S)
         made.follow(role=Role.PREFILL)
         await made.ask()
-        assert sum(made.dispatcher.num_local_prefills.values()) == 1
+        assert sum(made.dispatcher.placement.num_local_prefills.values()) == 1
         assert made.dispatcher.ready().ready

@@ -12,9 +12,9 @@ from dispatcher_bench import D2, D3, Bench, D, P, Time, heartbeat, settle, text
 from common.contract.ids import RequestKey
 from common.contract.messages import Cut, Decode, Phase
 from common.contract.sampling import MAX_CHOICES
-from gateway.routing import leaving
-from gateway.routing.dispatcher import _MOST_A_TURN
-from gateway.serving.flow import Flow
+from gateway.dispatch import leaving
+from gateway.dispatch.dispatcher import _MOST_A_TURN
+from gateway.serving.attempts import Attempts
 from gateway.serving.generation import Delta
 
 MANY = 100
@@ -62,7 +62,7 @@ def pulled(bench: Bench, address: str = D2) -> list[RequestKey | None]:
 async def turns_until_all_are_looked_at(bench: Bench) -> list[int]:
     """How many moves began in each turn of the loop."""
     begun = []
-    while bench.dispatcher._leaving:
+    while bench.dispatcher.placement.leaving:
         before = len(moves(bench))
         await asyncio.sleep(0)
         begun.append(len(moves(bench)) - before)
@@ -71,17 +71,17 @@ async def turns_until_all_are_looked_at(bench: Bench) -> list[int]:
 
 
 @pytest.fixture
-def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Flow]:
-    """Every flow that has been asked for what can leave a worker."""
-    flows: list[Flow] = []
-    movable = Flow.movable
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Attempts]:
+    """The attempts of every flow that has been asked for what can leave a worker."""
+    asked: list[Attempts] = []
+    movable = Attempts.movable
 
-    def spy(flow: Flow, address: str) -> Any:
-        flows.append(flow)
-        return movable(flow, address)
+    def spy(attempts: Attempts, address: str) -> Any:
+        asked.append(attempts)
+        return movable(attempts, address)
 
-    monkeypatch.setattr(Flow, "movable", spy)
-    return flows
+    monkeypatch.setattr(Attempts, "movable", spy)
+    return asked
 
 
 # --- what a turn costs -----------------------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ async def test_many_leave_a_worker_a_few_in_each_turn_of_the_loop_in_order_and_o
     bench = make()
     asked = await streams(bench)
     refuges: list[int] = []
-    refuge = bench.dispatcher._placement.refuge
+    refuge = bench.dispatcher.placement.candidates.refuge
 
     def count(*args: Any) -> Any:
         refuges.append(len(refuges))
         return refuge(*args)
 
-    bench.dispatcher._placement.refuge = count
+    bench.dispatcher.placement.candidates.refuge = count
     bench.say(D, heartbeat(Phase.DRAINING))
     assert 0 < len(moves(bench)) <= _MOST_A_TURN
     most = len(refuges)
@@ -124,7 +124,7 @@ async def test_choices_of_one_request_leave_a_few_in_each_turn_too(make: Any) ->
 
 
 async def test_of_many_that_are_elsewhere_a_few_are_looked_at_in_each_turn(
-    make: Any, looked_at: list[Flow], monkeypatch: pytest.MonkeyPatch
+    make: Any, looked_at: list[Attempts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make()
     monkeypatch.setattr(leaving, "MOST_LOOKED_AT", 4)
@@ -148,7 +148,7 @@ async def test_of_many_that_are_elsewhere_a_few_are_looked_at_in_each_turn(
     assert len(looked_at) == num, "each once"
 
 
-async def test_a_prefill_worker_that_drains_lets_nobody_be_looked_at(make: Any, looked_at: list[Flow]) -> None:
+async def test_a_prefill_worker_that_drains_lets_nobody_be_looked_at(make: Any, looked_at: list[Attempts]) -> None:
     bench = make(prefill=(P,))
     bench.say(D2, heartbeat(total=100_000))
     bench.say(P, heartbeat(Phase.DRAINING))

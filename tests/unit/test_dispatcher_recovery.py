@@ -188,7 +188,7 @@ async def test_while_an_offer_stands_its_worker_is_told_that_it_is_wanted(make: 
     bench = make()
     key, _ = await bench.request()
     bench.lose(D)
-    assert bench.dispatcher.hello(bench.link(P)).open_requests == (key,)
+    assert bench.dispatcher.links.hello(bench.link(P)).open_requests == (key,)
     assert bench.in_flight(P) == (1,)
     bench.open(D, restarted=True)
     assert bench.decode(D).offered == key
@@ -235,7 +235,7 @@ async def test_a_worker_that_is_back_lets_go_of_what_has_ended_since_it_was_gree
     for each in (key, other):
         bench.tokens(P, each, 0, 10)
     bench.lose(P)
-    assert set(bench.dispatcher.hello(bench.link(P)).open_requests) == {key, other}
+    assert set(bench.dispatcher.links.hello(bench.link(P)).open_requests) == {key, other}
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     before = len(bench.goodbyes(P))
@@ -274,7 +274,7 @@ async def test_what_began_after_the_crash_is_no_suspect(
     key, _ = await bench.request()
     assert set(bench.work[key]) == {D}
     time.now += begun_before_s
-    bench.dispatcher.on_lost(bench.link(D), "its process died", crashed=True)
+    bench.dispatcher.links.on_lost(bench.link(D), "its process died", crashed=True)
     _, work = bench.newest(key)
     assert (set(work), work[D2].suspicion) == ({D2}, suspicion)
 
@@ -351,8 +351,8 @@ async def test_a_trial_that_is_over_or_of_which_news_may_be_lost_convicts_nobody
         case "over":
             bench.trial(D2)
         case "messages lost":
-            bench.dispatcher.hello(bench.link(D2))
-            bench.dispatcher.on_resync(bench.link(D2), welcome(Role.DECODE, keys))
+            bench.dispatcher.links.hello(bench.link(D2))
+            bench.dispatcher.links.on_resync(bench.link(D2), welcome(Role.DECODE, keys))
         case "session lost":
             bench.lose(D2)
             await time.advance(FIRST_DELAY_S)
@@ -591,6 +591,20 @@ async def test_what_recovery_costs_is_counted(make: Any, time: Time) -> None:
     assert bench.counted("resume_seconds_sum") == pytest.approx(4)
 
 
+async def test_a_stream_that_fails_twice_pauses_from_the_first_failure_on(make: Any, time: Time) -> None:
+    bench = make(prefill=(), decode=(D,))
+    key, task = await bench.request()
+    bench.tokens(D, key, 0, 10)
+    bench.fail(D, key, Cause.LEASE_LOST)
+    await time.advance(1)
+    bench.fail(D, bench.newest(key)[0], Cause.LEASE_LOST)
+    await time.advance(2)
+    for position, token in enumerate((11, 12), start=1):
+        bench.tokens(D, bench.newest(key)[0], position, token)
+    assert (bench.counted("resume_seconds_count"), bench.counted("resume_seconds_sum")) == (1, 3)
+    task.cancel()
+
+
 async def test_a_request_that_nothing_happens_to_costs_no_recovery(make: Any) -> None:
     bench = make()
     await bench.whole(PROMPT, (10, 11))
@@ -634,10 +648,10 @@ async def test_a_resync_judges_each_attempt_by_itself(make: Any, time: Time) -> 
     key, _ = await bench.request()
     bench.fail(D, key, Cause.LEASE_LOST)
     newest, _ = bench.newest(key)
-    assert bench.dispatcher.hello(bench.link(D)).open_requests == (newest,)
-    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE, [newest]))
+    assert bench.dispatcher.links.hello(bench.link(D)).open_requests == (newest,)
+    bench.dispatcher.links.on_resync(bench.link(D), welcome(Role.DECODE, [newest]))
     assert bench.newest(key)[0] == newest
-    bench.dispatcher.on_resync(bench.link(D), welcome(Role.DECODE, [key]))
+    bench.dispatcher.links.on_resync(bench.link(D), welcome(Role.DECODE, [key]))
     assert bench.goodbyes(D) == [key, newest]
     await time.advance(2 * FIRST_DELAY_S)
     assert bench.newest(key)[0].attempt == 3

@@ -13,7 +13,7 @@ from dispatcher_bench import D2, D3, P2, Bench, D, P, Time, failure, heartbeat, 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Decode, Phase, Prefill
-from gateway.routing.dispatcher import _MOST_A_TURN
+from gateway.dispatch.dispatcher import _MOST_A_TURN
 from gateway.serving.flow import MAX_FAILURES
 from gateway.serving.generation import Delta, GenerationFailed
 
@@ -39,8 +39,7 @@ async def make(time: Time) -> AsyncIterator[Any]:
     yield make_bench
     for bench in benches:
         await bench.close()
-        bench.dispatcher._waiting.check_invariants()
-        assert not bench.dispatcher._impatient
+        bench.dispatcher.placement.waiting.check_invariants()
 
 
 class Counts:
@@ -49,11 +48,11 @@ class Counts:
     def __init__(self, bench: Bench) -> None:
         dispatcher: Any = bench.dispatcher
         self.num_looked_up = self.num_places = self.num_routed = 0
-        self._looked_up, self._places = dispatcher._index.longest, dispatcher._placement.places
-        self._routed = dispatcher._placement.choose
-        dispatcher._index.longest = self._look_up
-        dispatcher._placement.places = self._ask_for_places
-        dispatcher._placement.choose = self._route
+        self._looked_up, self._places = dispatcher.links._index.longest, dispatcher.placement.candidates.able
+        self._routed = dispatcher.placement.candidates.choose
+        dispatcher.links._index.longest = self._look_up
+        dispatcher.placement.candidates.able = self._ask_for_places
+        dispatcher.placement.candidates.choose = self._route
 
     def _look_up(self, *args: Any) -> Any:
         self.num_looked_up += 1
@@ -133,7 +132,7 @@ async def test_heartbeats_cost_nothing_while_many_wait_for_workers_of_their_own_
         bench.open(address, restarted=True, weights_hash="new")
     counts = Counts(bench)
     await settle()
-    await turns(lambda: not bench.dispatcher._waiting._new)
+    await turns(lambda: not bench.dispatcher.placement.waiting._new)
     assert counts.num_looked_up == 0
     with counts.nothing():
         for _ in range(3):
@@ -154,7 +153,7 @@ async def test_heartbeats_cost_nothing_while_many_wait_for_room(make: Any) -> No
     bench.registry.declined(D2, Cause.CAPACITY)
     counts = Counts(bench)
     bench.lose(D)
-    await turns(lambda: not bench.dispatcher._waiting._new)
+    await turns(lambda: not bench.dispatcher.placement.waiting._new)
     await settle()
     with counts.nothing():
         for _ in range(3):
@@ -170,7 +169,7 @@ async def test_heartbeats_cost_nothing_while_many_wait_for_room(make: Any) -> No
             bench.say(P, heartbeat())
             await settle()
     bench.say(D2, heartbeat())
-    await turns(lambda: not bench.dispatcher._waiting)
+    await turns(lambda: not bench.dispatcher.placement.waiting)
     assert counts.num_looked_up == counts.num_routed == decodes(bench, D2)
 
 
@@ -183,11 +182,11 @@ async def test_heartbeats_cost_nothing_while_many_are_to_leave_a_worker_and_nobo
     await streams(bench)
     bench.open(D2, weights_hash="new" if why == "other weights" else "w")
     bench.say(D2, heartbeat(used=100 if why == "full" else 0, total=100))
-    placement: Any = bench.dispatcher._placement
+    placement: Any = bench.dispatcher.placement.candidates
     placement.refuge = None
     for _ in range(3):
         bench.say(D, heartbeat(Phase.DRAINING))
-        assert not bench.dispatcher._leaving, "nobody is to be looked at"
+        assert not bench.dispatcher.placement.leaving, "nobody is to be looked at"
     del placement.refuge
     bench.lose(D2)
     bench.open(D2)
@@ -201,7 +200,7 @@ async def test_many_go_on_a_few_in_each_turn_of_the_loop(make: Any) -> None:
     bench.lose(D2)
     await streams(bench)
     bench.lose(D)
-    await turns(lambda: not bench.dispatcher._waiting._new)
+    await turns(lambda: not bench.dispatcher.placement.waiting._new)
     bench.open(D2)
     most, before = 0, 0
     while before < MANY:
@@ -226,14 +225,14 @@ async def test_who_leaves_costs_the_others_nothing(make: Any) -> None:
     bench.lose(D2)
     asked = await streams(bench)
     bench.lose(D)
-    await turns(lambda: not bench.dispatcher._waiting._new)
+    await turns(lambda: not bench.dispatcher.placement.waiting._new)
     counts = Counts(bench)
     with counts.nothing():
         for _, task in asked[::2]:
             task.cancel()
         await settle()
-    assert len(bench.dispatcher._waiting) == MANY // 2
-    bench.dispatcher._waiting.check_invariants()
+    assert len(bench.dispatcher.placement.waiting) == MANY // 2
+    bench.dispatcher.placement.waiting.check_invariants()
 
 
 # --- full workers ----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ async def make(time: Time) -> AsyncIterator[Any]:
 async def ask(bench: Bench, time: Time, **options: Any) -> tuple[RequestKey, Waterfall]:
     """A request that arrived an eighth of a second ago."""
     key, _ = await bench.request(**options)
-    [client] = bench.dispatcher._open_clients
+    [client] = bench.dispatcher._open
     waterfall = client.flow.generation.waterfall
     waterfall.arrived("cmpl-1", time.now - 0.125)
     return key, waterfall
@@ -109,6 +109,25 @@ async def test_of_two_choices_the_one_that_ends_last_counts(make: Any, time: Tim
         bench.tokens(D, key, 1, 2, reason="stop", choice=choice)
     await settle()
     assert spent(waterfall, time) == {"intake": 0.125, "prefill": 1.0, "decode": 5.0, "transit": 1.0}
+
+
+async def test_an_attempt_is_lost_until_its_first_failure_is_noticed(make: Any, time: Time) -> None:
+    """That the offer has gone, too, is noticed only when another decode worker comes."""
+    bench = make()
+    key, waterfall = await ask(bench, time)
+    bench.tokens(P, key, 0, 1)
+    time.now += 2.0
+    bench.lose(D)
+    bench.lose(P)
+    time.now += 3.0
+    bench.open(D, restarted=True)
+    newest, work = bench.newest(key)
+    assert set(work) == {D}
+    time.now += 4.0
+    bench.tokens(D, newest, 1, 2, reason="stop")
+    await settle()
+    assert spent(waterfall, time) == {"intake": 0.125, "first_token": 4.0, "lost": 2.0, "recovery": 3.0}
+    assert (bench.counted("resume_seconds_count"), bench.counted("resume_seconds_sum")) == (1, 7.0)
 
 
 async def test_another_decode_worker_takes_over_what_is_computed_meanwhile(make: Any, time: Time) -> None:

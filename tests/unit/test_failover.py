@@ -20,7 +20,7 @@ from flow_run import (
     Run,
     Sent,
     failed,
-    place,
+    life,
     tokens,
 )
 
@@ -29,7 +29,8 @@ from common.contract.ids import RequestKey
 from common.contract.messages import Abort, Ack, Decode, Prefill, Role, Suspicion
 from gateway.serving import flow as rules
 from gateway.serving.attempt import Deliver
-from gateway.serving.flow import Fail, FlowState
+from gateway.serving.flow import FlowState
+from gateway.serving.flow_actions import Fail
 from gateway.serving.generation import Delta
 from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash
 
@@ -69,7 +70,7 @@ def test_a_retry_goes_on_where_the_client_is(run: Run) -> None:
     for work in (prefill, decode):
         assert (work.token_ids, work.prompt_len) == ((*PROMPT, 1, 2, 3), START)
         assert (work.key, work.choices, work.budget_s) == (RequestKey(REQUEST, 2), (0,), 4)
-    assert (decode.source, decode.offered) == (place(P2).source, RequestKey(REQUEST, 2))
+    assert (decode.source, decode.offered) == (life(P2).source, RequestKey(REQUEST, 2))
     fourth = Delta(choice=0, token_ids=(4,), logprobs=None, finish_reason=None)
     assert run.on(P2, tokens(START + 3, 4)) == [Deliver(fourth, run.attempt.key, Role.PREFILL)]
     run.on(D2, tokens(START + 3, 4, 5, end="stop"))
@@ -100,11 +101,11 @@ def test_late_tokens_of_an_older_attempt_are_about_nothing_under_way(run: Run) -
     old, decode = run.last[D]
     run.on(P, tokens(START, 1))
     run.on(D, tokens(START, 1, 2), failed(Cause.LEASE_LOST))
-    assert run.flow.find(decode.key, D) is None, "while workers are wanted"
+    assert run.flow.attempts.find(decode.key, D) is None, "while workers are wanted"
     run.go(D, P)
-    assert run.flow.find(decode.key, D) is None, "and while the same worker has the next attempt"
-    assert run.flow.find(run.attempt.key, D) == (run.attempt, run.attempt.decode)
-    assert run.flow.find(run.attempt.key, D2) is None
+    assert run.flow.attempts.find(decode.key, D) is None, "and while the same worker has the next attempt"
+    assert run.flow.attempts.find(run.attempt.key, D) == (run.attempt, run.attempt.decode)
+    assert run.flow.attempts.find(run.attempt.key, D2) is None
     assert old is not run.attempt
 
 
@@ -150,7 +151,7 @@ def test_what_would_be_the_same_elsewhere_is_not_tried_again(run: Run, address: 
 )
 def test_a_decode_worker_speaks_of_its_source_too(run: Run, cause: Cause, avoided: str | None) -> None:
     run.on(D, failed(cause))
-    assert run.want.avoid == (set() if avoided is None else {place(avoided)})
+    assert run.want.avoid == (set() if avoided is None else {life(avoided)})
 
 
 def test_a_second_failed_transfer_in_a_row_is_blamed_on_the_source(run: Run) -> None:
@@ -158,13 +159,13 @@ def test_a_second_failed_transfer_in_a_row_is_blamed_on_the_source(run: Run) -> 
     assert run.want.offer is not None
     run.go(D2)
     run.on(D2, failed(Cause.TRANSFER))
-    assert run.want.avoid == {place(D), place(P)}
+    assert run.want.avoid == {life(D), life(P)}
     assert run.want.offer is None
 
 
 def test_a_lost_worker_is_avoided_and_a_new_token_forgets_it(run: Run) -> None:
     run.lose(P)
-    assert run.want.avoid == {place(P)}
+    assert run.want.avoid == {life(P)}
     run.go(D, P2)
     run.on(P2, tokens(START, 1))
     run.on(D, failed(Cause.LEASE_LOST))
@@ -192,7 +193,7 @@ def test_another_decode_worker_takes_over_what_was_computed(run: Run, heard: boo
     assert len(run.sent(Prefill)) == 1
     decode = run.sent(Decode)[-1][1]
     assert (decode.key, decode.offered) == (RequestKey(REQUEST, 2), KEY)
-    assert (decode.source, decode.token_ids) == (place(P).source, PROMPT)
+    assert (decode.source, decode.token_ids) == (life(P).source, PROMPT)
     run.on(P, tokens(START, 1))
     assert run.text() == [1]
     run.on(D2, tokens(START, 1, 2, end="stop"))
@@ -238,9 +239,9 @@ def test_a_lost_lease_leaves_no_offer(run: Run) -> None:
 def test_a_decode_worker_that_has_lost_its_source_leaves_no_offer(run: Run) -> None:
     run.on(D, failed(Cause.WORKER_LOST, "nobody answers there"))
     assert run.want.offer is None
-    assert run.want.avoid == {place(P)}
+    assert run.want.avoid == {life(P)}
     run.go(D, P2)
-    assert run.sent(Decode)[-1][1].source == place(P2).source
+    assert run.sent(Decode)[-1][1].source == life(P2).source
 
 
 def test_a_decode_worker_alone_leaves_no_offer() -> None:
@@ -429,7 +430,7 @@ def test_who_was_let_in_is_refused_as_often_as_need_be(run: Run, cause: Cause) -
         assert (run.want.admitted, run.want.refusal, run.want.delay_s) == (True, None, 0.0)
         run.go(D2, P)
         run.on(D2, failed(cause))
-    assert run.want.avoid == {place(D)}, "who is full now will have room"
+    assert run.want.avoid == {life(D)}, "who is full now will have room"
     assert run.flow.failures == {Cause.WORKER_LOST: 1, cause: 3 * rules.MAX_FAILURES}
 
 
@@ -453,7 +454,7 @@ def test_who_has_been_nowhere_asks_each_full_worker_once(run: Run) -> None:
     run.go(D2)
     run.on(D2, failed(Cause.DRAINING, "leaving"))
     assert not run.want.admitted
-    assert run.want.avoid == {place(D)}
+    assert run.want.avoid == {life(D)}
     assert run.want.refusal == Fail(Cause.CAPACITY, "full"), "should nobody else be left"
 
 
@@ -464,11 +465,11 @@ def test_who_is_too_large_for_a_worker_never_goes_there_again(run: Run, address:
         let_in(run)
         run.go(D, P)
     run.on(address, failed(Cause.TOO_LARGE, "20 blocks"))
-    assert (run.want.too_small, run.want.refusal) == (frozenset({place(address)}), Fail(Cause.TOO_LARGE, "20 blocks"))
+    assert (run.want.too_small, run.want.refusal) == (frozenset({life(address)}), Fail(Cause.TOO_LARGE, "20 blocks"))
     run.go(D2, P2)
     run.on(D2, tokens(START + heard, 9))
     run.lose(D2)
-    assert run.want.too_small == {place(address)}, "a new token does not make it smaller"
+    assert run.want.too_small == {life(address)}, "a new token does not make it smaller"
 
 
 # --- suspects --------------------------------------------------------------------------------------------------------
@@ -655,7 +656,7 @@ def test_suspects_of_one_request_go_where_others_of_it_are() -> None:
     first, second, third = run.flow.wants
     assert run.flow.beside(first) == frozenset()
     run.go(D2, P2, want=first)
-    assert run.flow.beside(second) == run.flow.beside(third) == {place(D2), place(P2)}
+    assert run.flow.beside(second) == run.flow.beside(third) == {life(D2), life(P2)}
     run.on(D2, *(tokens(START + 1 + n, n, choice=0) for n in range(TRIAL_TOKENS)))
     assert run.flow.beside(second) == frozenset(), "the first one is cleared"
     run.do(run.flow.cancel())

@@ -11,7 +11,8 @@ from typing import ParamSpec
 import pytest
 
 from common.contract.tiers import Tier
-from common.scheduling.fair_queue import AGED_SHARE, FairQueue, VirtualTokenCounters
+from common.scheduling.fair_queue import FairQueue, VirtualTokenCounters
+from common.scheduling.turns import AGED_SHARE
 
 INTERACTIVE, STANDARD, BATCH = Tier
 

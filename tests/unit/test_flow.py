@@ -28,8 +28,8 @@ from flow_run import (
     Sent,
     cut,
     failed,
+    life,
     moved,
-    place,
     resend,
     tokens,
 )
@@ -55,7 +55,8 @@ from common.contract.messages import (
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Deliver
-from gateway.serving.flow import Done, Fail, FlowState, PlacementRequest
+from gateway.serving.flow import FlowState
+from gateway.serving.flow_actions import Done, Fail, PlacementRequest
 from gateway.serving.generation import Delta
 
 
@@ -83,7 +84,7 @@ def test_both_workers_are_given_their_part_at_once() -> None:
         assert work.sampling == SamplingParams(max_tokens=50)
         assert (work.tier, work.tenant, work.cache_salt) == (Tier.BATCH, "acme", "salt")
     assert prefill.prefix is None
-    assert decode.source == place(P).source
+    assert decode.source == life(P).source
     assert (decode.offered, decode.moving) == (KEY, False)
 
 
@@ -315,7 +316,7 @@ def test_tokens_after_the_end_of_a_choice_are_dropped() -> None:
 def test_what_was_not_asked_for_is_the_worker_s_own_fault(run: Run, address: str, message: Message) -> None:
     run.on(address, message)
     assert run.flow.failures == {Cause.INTERNAL: 1}
-    assert run.want.avoid == {place(address)}
+    assert run.want.avoid == {life(address)}
 
 
 def test_a_prefill_worker_has_no_sequence_to_stop(run: Run) -> None:

@@ -21,8 +21,8 @@ from flow_run import (
     Sent,
     cut,
     failed,
+    life,
     moved,
-    place,
     resend,
     tokens,
 )
@@ -30,7 +30,8 @@ from flow_run import (
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages import Abort, Ack, Decode, Message, Prefill, Resend, Suspicion
-from gateway.serving.flow import FlowState, PlacementRequest
+from gateway.serving.flow import FlowState
+from gateway.serving.flow_actions import PlacementRequest
 
 ABORT_2 = Abort(request=REQUEST, attempt=2)
 ACK_2 = Ack(request=REQUEST, attempt=2)
@@ -49,7 +50,7 @@ def run() -> Iterator[Run]:
 
 
 def movable(run: Run, address: str = D) -> list[int]:
-    return [choice.index for _, choice in run.flow.movable(address)]
+    return [choice.index for _, choice in run.flow.attempts.movable(address)]
 
 
 # --- who can move ----------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def test_a_decode_worker_is_told_where_the_sequence_runs(run: Run) -> None:
     address, decode = run.sent(Decode)[-1]
     assert address == D2
     assert (decode.key, decode.choices, decode.moving) == (RequestKey(REQUEST, 2), (0,), True)
-    assert (decode.source, decode.offered) == (place(D).source, KEY)
+    assert (decode.source, decode.offered) == (life(D).source, KEY)
     assert (decode.token_ids, decode.prompt_len, decode.budget_s) == ((*PROMPT, 1, 2), START, 5)
     assert run.sent(Abort) == [], "it goes on where it is"
 
@@ -119,7 +120,7 @@ def test_tokens_come_from_the_old_one_up_to_the_cut_and_from_the_new_one_after_i
     assert run.text() == [1, 2, 3, 4, 5]
     assert run.flow.attempts == [run.attempts[1]]
     assert run.sent(Ack) == [(D, ACK)]
-    assert run.flow.find(old.key, D) is None, "what is late of the old one is about nothing any more"
+    assert run.flow.attempts.find(old.key, D) is None, "what is late of the old one is about nothing any more"
     run.on(D2, tokens(START + 5, 6, end="stop"), FINISHED)
     assert run.text() == [1, 2, 3, 4, 5, 6]
     assert run.sent(Ack) == [(D, ACK), (D2, ACK_2)]
@@ -153,7 +154,7 @@ def test_a_sequence_that_has_moved_can_move_again(run: Run) -> None:
     assert movable(run, D2) == [0]
     run.move(D3, source=D2)
     decode = run.sent(Decode)[-1][1]
-    assert (decode.offered, decode.source) == (RequestKey(REQUEST, 2), place(D2).source)
+    assert (decode.offered, decode.source) == (RequestKey(REQUEST, 2), life(D2).source)
     run.on(D2, tokens(START + 3, 4), cut(START + 4), moved(), attempt=run.attempts[1])
     run.on(D3, tokens(START + 4, 5, end="stop"))
     assert run.text() == [1, 2, 3, 4, 5]
@@ -261,7 +262,7 @@ def test_what_the_old_one_says_of_a_move_that_failed_after_the_cut_begins_no_sec
     run.move(D2)
     run.on(D, cut(START + 2), attempt=run.attempts[0])
     run.on(D2, failed(Cause.LEASE_LOST))
-    assert run.flow.find(KEY, D) is None
+    assert run.flow.attempts.find(KEY, D) is None
     assert len(run.flow.wants) == 1
 
 
@@ -316,7 +317,7 @@ def test_a_new_one_that_fails_after_it_has_spoken_is_followed_by_another(run: Ru
     assert set(run.sent(Abort)) == {(D2, ABORT_2), (D, ABORT)}
     assert run.flow.attempts == []
     assert len(run.flow.wants) == 1
-    assert run.flow.find(KEY, D) is None, "what the old one still says begins no second attempt"
+    assert run.flow.attempts.find(KEY, D) is None, "what the old one still says begins no second attempt"
 
 
 def test_a_new_one_that_fails_after_it_has_taken_over_is_followed_by_another(run: Run) -> None:
@@ -350,7 +351,7 @@ def test_a_new_one_that_lost_the_old_one_is_followed_by_another(run: Run, was_cu
         run.on(D, cut(START + 2), attempt=run.attempts[0])
     run.lose(D)
     run.on(D2, failed(Cause.WORKER_LOST, "the source is gone"))
-    assert run.want.avoid == {place(D)}
+    assert run.want.avoid == {life(D)}
     assert run.flow.attempts == []
     run.go(D2, P)
     run.on(D2, tokens(START + 2, 3, end="stop"))

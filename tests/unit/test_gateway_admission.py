@@ -14,9 +14,9 @@ from test_registry_router import LIFE, load, view, welcome
 
 from common.contract.messages import Heartbeat, Role
 from common.contract.tiers import Tier
-from gateway.routing import estimates
-from gateway.routing.admission import Admission
-from gateway.routing.router import Expected
+from gateway.dispatch import estimates
+from gateway.dispatch.router import Expected
+from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.workers.load_table import LoadTable
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given, WorkerView
@@ -184,14 +184,14 @@ def expected(*, queue: float = 0.0, prompt: float = 0.0, room: float = 0.0) -> E
     ids=str,
 )
 def test_who_would_wait_too_long_is_not_let_in(tier: Tier, what: Expected, retry_after_s: int | None) -> None:
-    refusal = Admission(LIMITS).refusal(tier, what, 0.0)
+    refusal = TtftLimits(LIMITS).refusal(tier, what, 0.0)
     assert (None if refusal is None else refusal.retry_after_s) == retry_after_s
 
 
 def test_a_refusal_says_what_there_is_to_wait_for_and_how_long() -> None:
-    admission = Admission(LIMITS)
+    ttft_limits = TtftLimits(LIMITS)
     for what, what_for in ((expected(queue=3.0), "a prompt's turn"), (expected(room=3.0), "room in a batch")):
-        refusal = admission.refusal(INTERACTIVE, what, 0.0)
+        refusal = ttft_limits.refusal(INTERACTIVE, what, 0.0)
         assert refusal is not None
         for said in (f"3.0 s to wait for {what_for}", "1.0 s", "interactive"):
             assert said in refusal.message
@@ -201,35 +201,35 @@ WAITED = expected(queue=0.3)
 
 
 def test_who_was_late_makes_others_wait_less_for_a_time() -> None:
-    admission = Admission(LIMITS)
-    assert admission.refusal(INTERACTIVE, expected(queue=0.95), 100.0) is None
-    admission.observe(INTERACTIVE, WAITED, 0.99, 100.0)
-    assert admission.margin(INTERACTIVE, 100.0) == pytest.approx(1.0), "that was in time"
-    admission.observe(INTERACTIVE, WAITED, 1.01, 100.0)
-    assert admission.margin(INTERACTIVE, 100.0) == pytest.approx(0.9)
-    assert admission.refusal(INTERACTIVE, expected(queue=0.95), 100.0) is not None
-    assert admission.margin(STANDARD, 100.0) == pytest.approx(1.0), "each tier by itself"
-    assert admission.margin(INTERACTIVE, 105.0) == pytest.approx(0.935)
-    assert admission.margin(INTERACTIVE, 500.0) == pytest.approx(1.0)
-    assert admission.refusal(INTERACTIVE, expected(queue=0.95), 500.0) is None
+    ttft_limits = TtftLimits(LIMITS)
+    assert ttft_limits.refusal(INTERACTIVE, expected(queue=0.95), 100.0) is None
+    ttft_limits.observe(INTERACTIVE, WAITED, 0.99, 100.0)
+    assert ttft_limits.margin(INTERACTIVE, 100.0) == pytest.approx(1.0), "that was in time"
+    ttft_limits.observe(INTERACTIVE, WAITED, 1.01, 100.0)
+    assert ttft_limits.margin(INTERACTIVE, 100.0) == pytest.approx(0.9)
+    assert ttft_limits.refusal(INTERACTIVE, expected(queue=0.95), 100.0) is not None
+    assert ttft_limits.margin(STANDARD, 100.0) == pytest.approx(1.0), "each tier by itself"
+    assert ttft_limits.margin(INTERACTIVE, 105.0) == pytest.approx(0.935)
+    assert ttft_limits.margin(INTERACTIVE, 500.0) == pytest.approx(1.0)
+    assert ttft_limits.refusal(INTERACTIVE, expected(queue=0.95), 500.0) is None
 
 
 def test_one_hiccup_counts_once() -> None:
     """All of these were let in before it was known that they would be late."""
-    admission = Admission(LIMITS)
+    ttft_limits = TtftLimits(LIMITS)
     for number in range(20):
-        admission.observe(INTERACTIVE, WAITED, 1.5 + 0.01 * number, 100.0 + 0.02 * number)
-    assert admission.margin(INTERACTIVE, 100.4) == pytest.approx(0.9, abs=0.01)
-    admission.observe(INTERACTIVE, WAITED, 1.1, 102.0)
-    assert admission.margin(INTERACTIVE, 102.0) == pytest.approx(0.81, abs=0.03)
+        ttft_limits.observe(INTERACTIVE, WAITED, 1.5 + 0.01 * number, 100.0 + 0.02 * number)
+    assert ttft_limits.margin(INTERACTIVE, 100.4) == pytest.approx(0.9, abs=0.01)
+    ttft_limits.observe(INTERACTIVE, WAITED, 1.1, 102.0)
+    assert ttft_limits.margin(INTERACTIVE, 102.0) == pytest.approx(0.81, abs=0.03)
 
 
 def test_the_margin_has_bounds() -> None:
-    admission = Admission(LIMITS)
+    ttft_limits = TtftLimits(LIMITS)
     for number in range(50):
-        admission.observe(INTERACTIVE, WAITED, 1.5, 2.0 * number)
-    assert admission.margin(INTERACTIVE, 98.0) == pytest.approx(0.3), "something is always let in"
-    assert admission.refusal(INTERACTIVE, expected(queue=0.29), 98.0) is None
+        ttft_limits.observe(INTERACTIVE, WAITED, 1.5, 2.0 * number)
+    assert ttft_limits.margin(INTERACTIVE, 98.0) == pytest.approx(0.3), "something is always let in"
+    assert ttft_limits.refusal(INTERACTIVE, expected(queue=0.29), 98.0) is None
 
 
 @pytest.mark.parametrize(
@@ -243,25 +243,25 @@ def test_the_margin_has_bounds() -> None:
     ids=["a prompt that takes long by itself", "none that waited", "none that waited for its turn", "no limit"],
 )
 def test_who_was_late_for_another_reason_says_nothing_of_waiting(tier: Tier, what: Expected) -> None:
-    admission = Admission(LIMITS)
-    admission.observe(tier, what, 5.0, 100.0)
-    assert admission.margin(tier, 100.0) == pytest.approx(1.0)
+    ttft_limits = TtftLimits(LIMITS)
+    ttft_limits.observe(tier, what, 5.0, 100.0)
+    assert ttft_limits.margin(tier, 100.0) == pytest.approx(1.0)
 
 
 @each_of(bias=st.floats(0.5, 2.2), seed=st.integers(0, 2**32))
 @settings(max_examples=20, deadline=None)
 def test_few_are_late_however_far_off_what_is_expected_is(bias: float, seed: int) -> None:
     """Waits take `bias` times as long as expected, give or take; ten come in a second, and find any queue."""
-    draw, admission, late, num, now = random.Random(seed), Admission(LIMITS), 0, 0, 0.0
+    draw, ttft_limits, late, num, now = random.Random(seed), TtftLimits(LIMITS), 0, 0, 0.0
     coming: list[tuple[float, float, Expected]] = []
     while now < 600:
         now += 0.1
         while coming and coming[0][0] <= now:
             end, ttft_s, what = heapq.heappop(coming)
-            admission.observe(INTERACTIVE, what, ttft_s, end)
+            ttft_limits.observe(INTERACTIVE, what, ttft_s, end)
             num, late = num + 1, late + (ttft_s > 1.0)
         what = expected(queue=draw.uniform(0.0, 1.0), prompt=0.1)
-        if admission.refusal(INTERACTIVE, what, now) is None:
+        if ttft_limits.refusal(INTERACTIVE, what, now) is None:
             ttft_s = 0.1 + what.queue_s * bias * draw.lognormvariate(0.0, 0.1)
             heapq.heappush(coming, (now + ttft_s, ttft_s, what))
     assert late / num <= 0.05

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+import pytest_asyncio
 from gateway_fixtures import (
     CHAT,
     CHAT_PATH,
@@ -19,11 +20,13 @@ from gateway_fixtures import (
     EOS,
     MESSAGES,
     MODEL,
+    Refusing,
     ScriptedGenerator,
     assert_error,
     byte_level_backend,
     post,
     serve,
+    serve_refusing,
     tokenizer,
     wrap,
 )
@@ -588,6 +591,13 @@ CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": 
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": None}
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def refusing() -> AsyncIterator[Refusing]:
+    async with serve_refusing(api_settings=tool_settings(), model_tokenizer=tool_tokenizer("hermes")) as server:
+        yield server
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -674,8 +684,8 @@ ASSISTANT: dict[str, Any] = {"role": "assistant", "content": None}
     ],
     ids=lambda value: repr(value)[:70],
 )
-async def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
-    assert_error(await refused(body), param)
+async def test_a_bad_field_is_named(refusing: Refusing, body: dict[str, Any], param: str) -> None:
+    assert_error(await refusing.refusal(CHAT_PATH, CHAT | body), param)
 
 
 async def test_what_is_nested_deeply_is_served_or_refused() -> None:

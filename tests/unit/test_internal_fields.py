@@ -66,7 +66,7 @@ async def _sent(path: str, body: dict[str, Any], headers: dict[str, str]) -> lis
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
             async with asyncio.timeout(20):
-                while bench.dispatcher.ready().details["in_flight"]:
+                while bench.dispatcher.ready().details()["in_flight"]:
                     await asyncio.sleep(0.01)
         return [message for address in (P, D) for message in bench.links[address].sent]
     finally:

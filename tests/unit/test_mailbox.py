@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.routing.mailbox import Mailbox
+from gateway.dispatch.mailbox import Mailbox
 
 
 async def test_items_come_in_order_whether_they_are_waited_for_or_not() -> None:

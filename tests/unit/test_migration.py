@@ -75,14 +75,14 @@ def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choi
     gc.disable()
     try:
         names: list[str] = []
-        for _ in range(300):
+        for _ in range(100):
             world.gateway.ask(site, PROMPT, 3, num_choices)
             world.deliver()
             names += site.core.book.requests
             world.run()
-        assert len(set(names)) == 300
+        assert len(set(names)) == 100
         requests = [each for each in gc.get_objects() if type(each) is request_module.DecodeRequest]
-        assert sum(each.work.request in names for each in requests) < 100
+        assert sum(each.work.request in names for each in requests) < 33
     finally:
         gc.enable()
 
@@ -398,7 +398,7 @@ def test_a_sequence_that_is_preempted_before_the_cut_is_not_offered() -> None:
     d0 = first(world)
     old, new = wanted(world)
     scheduler = d0.core.scheduler
-    scheduler._preempt(d0.generation(old.key), Step(), world.now)
+    scheduler.preemption.preempt(d0.generation(old.key), Step(), world.now)
     end_step(world, d0)
     assert failed(new) is Cause.LEASE_LOST
     assert old.cut == set()
@@ -412,7 +412,7 @@ def test_a_preempted_sequence_is_refused(swap: bool) -> None:
     d0, d1 = first(world), second(world)
     legs = [world.gateway.ask(d0, range(100 * number, 100 * number + 10), 30) for number in range(3)]
     world.deliver()
-    while not d0.core.scheduler.num_preempted:
+    while not len(d0.core.scheduler.entrance.preempted):
         d0.step()
     world.deliver()
     d0.worker.drain()

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import bad_fields
 import httpx
 import openai
 import pytest
@@ -30,7 +31,6 @@ from gateway_fixtures import (
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from pydantic import BaseModel
-from test_gateway_errors import CHAT_CASES, COMMON_CASES, COMPLETION_CASES
 
 from common.contract.errors import Cause
 from gateway.api import create_app
@@ -250,8 +250,8 @@ async def test_what_the_openai_client_sends_is_described(endpoint: str, options:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        *[(COMPLETIONS_PATH, COMPLETION | change) for change, _ in COMMON_CASES + COMPLETION_CASES],
-        *[(CHAT_PATH, CHAT | change) for change, _ in COMMON_CASES + CHAT_CASES],
+        *[(COMPLETIONS_PATH, COMPLETION | change) for change, _ in bad_fields.COMMON + bad_fields.COMPLETION],
+        *[(CHAT_PATH, CHAT | change) for change, _ in bad_fields.COMMON + bad_fields.CHAT],
     ],
     ids=lambda value: repr(value)[:60],
 )
@@ -310,7 +310,8 @@ async def test_events_have_the_fields_that_are_described_and_no_others(path: str
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/load", "/ready", "/v1/models", "/v1/models/{name}"])
 async def test_other_answers_have_the_fields_that_are_described_and_no_others(path: str, ready: bool) -> None:
-    generator = ScriptedGenerator(readiness=Readiness(ready=ready, reason="as told", details={"decode": [1, {"a": 2}]}))
+    readiness = Readiness(ready=ready, reason="as told", details=lambda: {"decode": [1, {"a": 2}]})
+    generator = ScriptedGenerator(readiness=readiness)
     async with serve(generator) as server, aiohttp.ClientSession() as session:
         async with session.get(server.url + path.format(name=MODEL)) as response:
             assert_described(path, await response.json(), "get", response.status)

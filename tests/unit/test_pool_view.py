@@ -125,7 +125,7 @@ async def test_restarts_show_in_the_view_in_what_operators_are_told_and_as_a_met
     bench.lose(D)
     bench.open(D, restarted=True)
     assert [worker["restarts"] for worker in seen(bench)["workers"]] == [0, 1]
-    assert {worker["id"]: worker["restarts"] for worker in bench.dispatcher.workers()} == {P: 0, D: 1}
+    assert {worker["id"]: worker["restarts"] for worker in bench.dispatcher.links.workers()} == {P: 0, D: 1}
     assert [bench.counted("worker_restarts_total", role=role) for role in ("prefill", "decode")] == [0, 1]
 
 

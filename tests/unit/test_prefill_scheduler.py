@@ -17,8 +17,10 @@ from common.contract.messages import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from common.scheduling.costs import Costs
+from common.scheduling.turns import MAX_PASSED
 from prefill_worker.request import PrefillRequest
-from prefill_worker.scheduler import LOOK_AHEAD, MAX_PASSED, PrefillScheduler
+from prefill_worker.scheduler import LOOK_AHEAD, PrefillScheduler
 
 BLOCK_SIZE = 4
 GATEWAY = Incarnation("g")
@@ -76,7 +78,7 @@ class Bench:
             max_waiting=max_waiting,
             ageing_s=30.0,
             ttft_target_s=TARGETS_S.__getitem__,
-            seconds_per_token=seconds_per_token,
+            costs=Costs(prefill_s_per_token=seconds_per_token),
         )
 
     def admit(self, *requests: PrefillRequest, now: float = 0.0) -> list[PrefillRequest]:
@@ -101,15 +103,15 @@ class Bench:
 
     def end_lease(self, of: PrefillRequest, blocks: Sequence[int]) -> None:
         self.pool.release(blocks)
-        self.scheduler.unpinned(of.key)
+        self.scheduler.holdings.unpinned(of.key)
         self.check()
 
     def compute(self, prompt: PrefillRequest) -> None:
         """From arrival to the end, alone; nobody leases it."""
         self.admit(prompt)
-        while self.scheduler.get(prompt.key.request) is not None:
+        while prompt in self.scheduler.requests():
             self.step()
-        self.scheduler.unpinned(prompt.key)
+        self.scheduler.holdings.unpinned(prompt.key)
 
     def check(self) -> None:
         self.scheduler.check_invariants()
@@ -130,7 +132,7 @@ def test_a_prompt_is_computed_chunk_by_chunk() -> None:
     assert bench.step() == [("a", 8, 16)]
     assert bench.step() == [("a", 16, 19)]
     assert bench.step() == []
-    assert (bench.scheduler.num_running, bench.scheduler.num_uncomputed, bench.pool.num_used) == (0, 0, 0)
+    assert (len(bench.scheduler.running), bench.scheduler.num_uncomputed, bench.pool.num_used) == (0, 0, 0)
 
 
 def test_prompts_share_a_step_in_order_within_the_budget() -> None:
@@ -157,7 +159,7 @@ def test_a_short_prompt_behind_long_ones_is_in_the_very_next_step(num_long: int,
     short = request("short", 40, tenant="t0", arrived=0.2)
     bench.scheduler.add(short)
     assert ("short", 0, 40) in bench.step(now=0.2)
-    assert bench.scheduler.get(RequestId("short")) is None
+    assert short not in bench.scheduler.requests()
 
 
 def test_a_long_prompt_is_not_passed_for_ever() -> None:
@@ -168,7 +170,7 @@ def test_a_long_prompt_is_not_passed_for_ever() -> None:
         now = 0.1 * number
         bench.scheduler.add(request(f"short{number}", 8, arrived=now))
         bench.step(now)
-        if bench.scheduler.get(long.key.request) is None:
+        if long not in bench.scheduler.requests():
             break
     assert long.num_uncomputed == 0
     assert number < 40, "by the time its cost allows, it comes first"
@@ -189,7 +191,7 @@ def test_an_aged_batch_prompt_gets_its_share_under_an_interactive_flood() -> Non
     bench.scheduler.add(batch)
     computed, now, number = 0, 0.0, 0
     while now < 40.0:
-        while bench.scheduler.num_waiting < 30:
+        while len(bench.scheduler.waiting) < 30:
             bench.scheduler.add(request(f"i{number}", 300, tier=INTERACTIVE, tenant=f"t{number % 7}", arrived=now))
             number += 1
         computed = sum(end - start for name, start, end in bench.step(now) if name == "batch")
@@ -227,7 +229,7 @@ def test_a_prompt_that_does_not_fit_now_lets_a_later_one_pass() -> None:
     first, big, small = (request(name, n, tier=INTERACTIVE) for name, n in [("first", 8), ("big", 12), ("small", 1)])
     assert bench.admit(first, big, small) == [first, small]
     assert bench.scheduler.blocks_missing(0.0) == 2
-    assert (bench.scheduler.num_waiting, big.num_passed) == (1, 1)
+    assert (len(bench.scheduler.waiting), big.num_passed) == (1, 1)
     bench.step()
     assert bench.scheduler.blocks_missing(0.0) == 0
     assert bench.scheduler.admit(0.0) == [big]
@@ -285,7 +287,7 @@ def test_one_waiting_request_too_many_is_the_caller_s_to_refuse() -> None:
     elsewhere = request("elsewhere", 1)
     elsewhere.work = replace(elsewhere.work, admitted=True)
     bench.scheduler.add(elsewhere)
-    assert bench.scheduler.num_waiting == 3, "who was let in elsewhere comes in all the same"
+    assert len(bench.scheduler.waiting) == 3, "who was let in elsewhere comes in all the same"
 
 
 def test_what_can_never_fit_is_the_caller_s_to_refuse() -> None:
@@ -350,7 +352,7 @@ def test_a_long_prompt_under_a_flood_of_short_ones_takes_twice_its_time_at_most(
     bench.admit(long)
     now, number = 0.0, 0
     while long.num_uncomputed:
-        while bench.scheduler.num_waiting < 10:
+        while len(bench.scheduler.waiting) < 10:
             bench.scheduler.add(request(f"short{number}", 16, arrived=now))
             number += 1
         now += sum(end - start for _, start, end in bench.step(now)) * 0.001
@@ -534,7 +536,7 @@ def test_a_request_on_hold_is_not_computed_until_more_of_it_is_there() -> None:
     bench.admit(prompt, other)
     bench.scheduler.hold(prompt)
     scheduler = bench.scheduler
-    assert (scheduler.num_running, scheduler.num_on_hold, scheduler.num_uncomputed) == (1, 1, 24)
+    assert (len(scheduler.running), len(scheduler.on_hold), scheduler.num_uncomputed) == (1, 1, 24)
     assert bench.step() == [("b", 0, 4)]
     bench.scheduler.resume(prompt, 16)
     assert (prompt.num_cached, prompt.num_computed, bench.scheduler.num_uncomputed) == (0, 16, 4)
@@ -551,7 +553,7 @@ def test_a_request_on_hold_may_go_on_as_it_was() -> None:
     prompt = request("a", 20)
     bench.admit(prompt)
     bench.scheduler.hold(prompt)
-    assert bench.scheduler.num_running == 0, "an engine that does no step for it does not hang"
+    assert len(bench.scheduler.running) == 0, "an engine that does no step for it does not hang"
     bench.scheduler.resume(prompt, 0)
     bench.check()
     assert bench.step() == [("a", 0, 8)]
@@ -566,7 +568,7 @@ def test_a_request_on_hold_may_start_again_with_other_blocks() -> None:
     bench.pool.share(written)
     bench.scheduler.requeue(prompt)
     bench.check()
-    assert (bench.scheduler.num_waiting, bench.scheduler.num_running, prompt.block_table) == (1, 0, [])
+    assert (len(bench.scheduler.waiting), len(bench.scheduler.running), prompt.block_table) == (1, 0, [])
     assert bench.admit(now=4.0) == [prompt]
     assert not set(prompt.block_table) & set(written)
     bench.pool.release(written)
@@ -652,7 +654,7 @@ def test_higher_tiers_pass_one_whose_tier_has_its_share_as_often_as_they_like() 
         small = request(f"s{number}", 1, tier=INTERACTIVE)
         assert bench.admit(small, now=100.0) == [small]
         bench.step()
-        bench.scheduler.unpinned(small.key)
+        bench.scheduler.holdings.unpinned(small.key)
     assert aged.num_passed == 0
 
 
@@ -677,7 +679,6 @@ def test_a_request_that_is_removed_gives_everything_back(when: str) -> None:
     bench.scheduler.remove(prompt)
     if when != "waiting":
         assert bench.scheduler.step_done(chunks) == []
-    assert bench.scheduler.get(prompt.key.request) is None
     assert prompt not in bench.scheduler.requests()
     assert bench.pool.num_used == (2 if when == "waiting" else 0)
     assert next_deadline(bench.scheduler) == (1000.0 if when == "waiting" else math.inf)
@@ -715,8 +716,8 @@ def test_the_lease_keeps_the_blocks_of_a_prompt_that_is_done() -> None:
     assert bench.pool.num_used == 2
     bench.end_lease(prompt, leased)
     assert bench.pool.num_used == 0
-    bench.scheduler.unpinned(prompt.key)
-    bench.scheduler.unpinned(RequestKey(RequestId("nobody"), 1))
+    bench.scheduler.holdings.unpinned(prompt.key)
+    bench.scheduler.holdings.unpinned(RequestKey(RequestId("nobody"), 1))
 
 
 def test_deadlines_are_named_in_order_and_once() -> None:
@@ -737,8 +738,5 @@ def test_it_is_known_what_is_here() -> None:
     bench = Bench(num_blocks=2)
     running, waiting = request("running", 8), request("waiting", 8)
     bench.admit(running, waiting)
-    assert bench.scheduler.get(RequestId("running")) is running
-    assert bench.scheduler.get(RequestId("waiting")) is waiting
-    assert bench.scheduler.get(RequestId("other")) is None
     assert bench.scheduler.requests() == [running, waiting]
-    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 1)
+    assert (len(bench.scheduler.running), len(bench.scheduler.waiting)) == (1, 1)

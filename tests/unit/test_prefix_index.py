@@ -14,8 +14,8 @@ from common.contract.ids import Incarnation
 from common.contract.messages import MAX_CACHE_EVENTS, CacheEvents, Message
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
-from gateway.serving.attempt import WorkerLife
 from gateway.workers.prefix_index import NUM_PARTS, PrefixIndex
+from gateway.workers.worker_life import WorkerLife
 
 A, B = WorkerLife("a:1", Incarnation("A")), WorkerLife("b:1", Incarnation("B"))
 GATEWAY, OTHER_GATEWAY = Incarnation("G"), Incarnation("H")
@@ -36,9 +36,9 @@ def events(
     return CacheEvents(begins=begins, stored=short(stored or []), removed=short(removed or []))
 
 
-def held_by(index: PrefixIndex, place: WorkerLife) -> set[bytes]:
+def held_by(index: PrefixIndex, life: WorkerLife) -> set[bytes]:
     """All that a worker holds, as far as the index knows."""
-    bit = index._bits.get(place, 0)
+    bit = index._bits.get(life, 0)
     return {name for part in index._parts for name, holders in part.items() if holders & bit}
 
 
@@ -123,8 +123,8 @@ def test_a_full_index_forgets_what_was_not_used_for_the_longest() -> None:
     names_of_part = by_part(20)
     asked, reported, unused, new = names_of_part[:4], names_of_part[4:8], names_of_part[8:16], names_of_part[16:18]
     index = PrefixIndex(16 * NUM_PARTS)
-    for place in (A, B):
-        index.apply(place, events([*asked, *reported, *unused]))
+    for life in (A, B):
+        index.apply(life, events([*asked, *reported, *unused]))
     assert index.longest(asked) == {A: 4, B: 4}
     index.apply(B, events(reported))
     assert index.num_forgotten == 0
@@ -180,22 +180,22 @@ def test_it_says_what_sets_of_names_would_or_less_if_it_was_full(
     in_part: int, happening: list[tuple[str, WorkerLife, list[BlockHash], int, int]]
 ) -> None:
     index = PrefixIndex(in_part * NUM_PARTS)
-    told: dict[WorkerLife, set[BlockHash]] = {place: set() for place in WORKERS}
-    for what, place, chain, start, num in happening:
+    told: dict[WorkerLife, set[BlockHash]] = {life: set() for life in WORKERS}
+    for what, life, chain, start, num in happening:
         some = chain[start : start + num]
         match what:
             case "store":
-                index.apply(place, events(some))
-                told[place] |= set(some)
+                index.apply(life, events(some))
+                told[life] |= set(some)
             case "remove":
-                index.apply(place, events(removed=some))
-                told[place] -= set(some)
+                index.apply(life, events(removed=some))
+                told[life] -= set(some)
             case "begin":
-                index.apply(place, events(some, begins=True))
-                told[place] = set(some)
+                index.apply(life, events(some, begins=True))
+                told[life] = set(some)
             case "forget":
-                index.forget(place)
-                told[place] = set()
+                index.forget(life)
+                told[life] = set()
         index.check_invariants()
         known = {
             each: sum(1 for _ in itertools.takewhile(told[each].__contains__, chain))

@@ -16,10 +16,10 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
 from common.contract.messages import Heartbeat, Phase, PrefixHint, Role, Source, Welcome
 from common.contract.tiers import Tier
-from gateway.routing.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
-from gateway.serving.attempt import WorkerLife
+from gateway.dispatch.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
 from gateway.workers.load_table import LoadTable
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given, WorkerView
 
 P1, P2, D1, D2 = "p1:1", "p2:1", "d1:1", "d2:1"
@@ -435,8 +435,8 @@ def prefill_choice(*workers: WorkerView, num_tokens: int = 1000, cached: dict[st
     for listed in (workers, workers[::-1]):
         registry = Registry(tuple(worker.address for worker in listed), ("d", "e"), "c")
         registry.workers = {worker.address: worker for worker in [*listed, view("d", Role.DECODE)]}
-        places = {registry.workers[address].place: number for address, number in (cached or {}).items()}
-        route = Router(registry).choose(Ask(num_tokens=num_tokens), places)
+        lives = {registry.workers[address].life: number for address, number in (cached or {}).items()}
+        route = Router(registry).choose(Ask(num_tokens=num_tokens), lives)
         assert isinstance(route, Handoff)
         choices.add(route.prefill.address)
     (choice,) = choices
@@ -449,10 +449,10 @@ def least_loaded(workers: Sequence[WorkerView], ask: Ask, cached: dict[WorkerLif
 
 
 def decode_choice(*workers: WorkerView, cached: dict[str, int] | None = None, tier: Tier = Tier.STANDARD) -> str:
-    places = {worker.place: (cached or {}).get(worker.address, 0) for worker in workers}
+    lives = {worker.life: (cached or {}).get(worker.address, 0) for worker in workers}
     ask = Ask(num_tokens=100, tier=tier)
-    forward = least_loaded([*workers], ask, places)
-    assert forward is least_loaded([*reversed(workers)], ask, places), "the choice depends on the order"
+    forward = least_loaded([*workers], ask, lives)
+    assert forward is least_loaded([*reversed(workers)], ask, lives), "the choice depends on the order"
     return forward.address
 
 

@@ -16,15 +16,6 @@ from benchmarks.result_tables import grammars, matrix
 from benchmarks.results_page import MARKED, ONCE, PAGE, PAGES, PARTS, TABLES, part, rendered, source
 
 
-def test_restarts_name_each_case() -> None:
-    case = {"role": "prefill", "befalls": "killed", "failovers": 150.0, "lost": 0, "wrong": 0, "near_ties": 2}
-    run = {"workload": {"requests": 300}, "figures": {"cases": [case, case | {"role": "decode", "befalls": "frozen"}]}}
-    assert result_tables.restarts(run).splitlines()[2:] == [
-        "| decode worker frozen | 300 | 150 | 0 | 0 | 2 |",
-        "| prefill worker killed | 300 | 150 | 0 | 0 | 2 |",
-    ]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_show_the_records(page: Path) -> None:
     text = page.read_text()
@@ -145,68 +136,6 @@ def test_requests_that_failed_beside_vllm_are_told() -> None:
     assert whole.splitlines()[2:] == [row]
     (once,) = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs[:1]}}).splitlines()[2:]
     assert once == row.replace("(4.00 to 6.00)", "(one round)")
-
-
-def test_sizes_of_the_kv_need_no_run() -> None:
-    assert "| llama-2-7b | 512 KiB | 2 GiB |" in part("kv sizes")
-
-
-def test_runs_on_a_gpu_will_have_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is recorded yet; the records will have these names (`benchmarks/gpu/`)."""
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-
-    def recorded(name: str, figures: dict[str, object]) -> None:
-        machine = {"cpu": "Abacus", "cores": 3, "cpu_flags": []}
-        run = {"command": "c", "commit": "c", "product": "p", "machine": machine, "figures": figures}
-        (tmp_path / f"{name}.json").write_text(json.dumps(run))
-
-    attention: dict[str, object] = {
-        "batch": 8,
-        "length": 1024,
-        "us": 20.0,
-        "longest_us": 21.5,
-        "runs_us": 3.5,
-        "of_copy_rate": 0.5,
-    }
-    attention |= {"over_fa3_fit": 1.25, "sdpa_us": 99.0, "cudnn_us": None, "cudnn_error": "no", "gather_us": 40.0}
-    ragged = {"long": 32768, "short": 1024, "num_short": 32, "us": 80.0, "longest_us": 81.0, "of_copy_rate": 0.75}
-    chunk: dict[str, object] = {
-        "chunk": 2048,
-        "context": 8192,
-        "us": 500.0,
-        "tflops": 412.0,
-        "sdpa_us": None,
-        "cudnn_us": 450.0,
-    }
-    rows = {"batch": 64, "vocabulary": 128256, "greedy_us": 9.0, "temperature_us": 30.0, "top_k_top_p_us": 310.0}
-    product = {"model": "llama", "product": "gate", "outputs": 28672, "inputs": 4096, "rows": 4}
-    product |= {"us": 90.0, "torch_us": 95.5, "floor_us": 80.25}
-    recorded(
-        "gpu-kernels",
-        {
-            "decode_attention": [attention],
-            "decode_ragged": ragged,
-            "prefill_attention": [chunk],
-            "layer": [{"kernel": "add_norm", "tokens": 64, "us": 4.0, "floor_us": 1.5}],
-            "sampler": [rows],
-            "product": [product],
-        },
-    )
-    decode = {"batch": 1, "context": 2048, "step_ms": 4.2, "over_floor": 1.13}
-    recorded("gpu-engine", {"llama": {"decode": [decode], "prefill": [{"tokens": 8192, "s": 0.2, "of_matmul": 0.56}]}})
-    read = {"block_bytes": 2**21, "blocks": 4, "us": 170.0, "gb_per_s": 49.3}
-    recorded("gpu-transfer", {"reads": [read], "writes": [read | {"gb_per_s": 48.0}]})
-    recorded("gpu-stack", {"output_tokens_per_s": {"baton pair": 3000.0, "static batching": 250.0}})
-    assert "| static batching | 250 | 12.0 |" in part("gpu-stack")
-    assert "| 8 x 1024 | 20.0 | 21.5 | 3.5 | 50% | 1.25 | 99.0 | - | 40.0 |" in part("gpu decode attention")
-    assert "| 32 x 1024 and 1 x 32768 | 80.0 | 81.0 |  | 75% |  |  |  |  |" in part("gpu decode attention")
-    assert "| 2048 of 8192 | 500 | 412 | - | 450 |" in part("gpu prefill attention")
-    assert "| add_norm, 64 tokens | 4.0 | 1.5 |" in part("gpu small kernels")
-    assert "| top_k_top_p, 64 rows of 128256 | 310 |  |" in part("gpu small kernels")
-    assert "| llama: gate 28672 x 4096 | 4 | 90.0 | 95.5 | 80.2 |" in part("gpu products")
-    assert "| llama, decode 1 x 2048 | 4.20 ms | 1.13 times |" in part("gpu-engine")
-    assert "| llama, prefill 8192 | 200 ms | 56% of a product's rate |" in part("gpu-engine")
-    assert "| 4 x 2 MiB | 170 | 49.3 | 48.0 |" in part("gpu-transfer")
 
 
 # --- README ----------------------------------------------------------------------------------------------------------

@@ -6,19 +6,22 @@ import math
 from random import Random
 
 import pytest
-from decode_bench import BLOCK_SIZE, request
+from decode_bench import BLOCK_SIZE, ENDLESS, request
 
 from common.contract.tiers import Tier
 from common.engine.sequence import Sequence
+from decode_worker.policy import Policy
 from decode_worker.request import Generation, Stage
 from decode_worker.running_batch import RunningBatch, seniority
 
 INTERACTIVE, STANDARD, BATCH = Tier
 
 
-def generation(order: int, tier: Tier = STANDARD, num_tokens: int = 1, num_blocks: int | None = None) -> Generation:
-    """With the blocks that its tokens need, unless told otherwise."""
-    subject = request(f"r{order}", max(1, num_tokens), tier=tier)
+def generation(
+    order: int, tier: Tier = STANDARD, num_tokens: int = 1, num_blocks: int | None = None, max_tokens: int = ENDLESS
+) -> Generation:
+    """With the blocks that its tokens need, unless told otherwise, and a prompt of one token."""
+    subject = request(f"r{order}", max(1, num_tokens), max_tokens, tier=tier)
     num_blocks = -(-num_tokens // BLOCK_SIZE) if num_blocks is None else num_blocks
     token_ids = list(range(num_tokens))
     table = list(range(num_blocks))
@@ -31,7 +34,9 @@ class Bench:
     """A batch whose sequences get a token with each step."""
 
     def __init__(self, max_num_seqs: int = 4, ageing_s: float = math.inf) -> None:
-        self.batch = RunningBatch(max_num_seqs, BLOCK_SIZE, ageing_s)
+        self.batch = RunningBatch(
+            Policy(block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_sequence_tokens=1_000_000, ageing_s=ageing_s)
+        )
         self.now = 0.0
 
     def add(self, *generations: Generation) -> None:
@@ -45,7 +50,7 @@ class Bench:
         due = self.batch.due()
         for each in due:
             each.sequence.block_table.append(0)
-            self.batch.fed(each)
+        self.batch.fed(due)
         self.batch.check_invariants()
         for each in self.batch.running():
             each.sequence.token_ids.append(0)
@@ -101,12 +106,29 @@ def test_who_is_due_at_the_next_step_is_known_beforehand() -> None:
     assert foreseen[1:] == due[1:], "all of them were running already"
 
 
-def test_due_ones_come_senior_ones_first() -> None:
-    bench = Bench()
-    a, b, vip = generation(0, num_tokens=4), generation(1, num_tokens=4), generation(2, INTERACTIVE, 4)
-    bench.add(b, vip, a)
-    bench.step()
-    assert bench.step()[1] == [vip, a, b]
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_who_gets_its_last_token_from_the_step_before_is_known(max_tokens: int) -> None:
+    batch = Bench().batch
+    subject = generation(0, max_tokens=max_tokens)
+    batch.add(subject, 0.0)
+    ahead: list[Generation] = []
+    for num_steps in range(max_tokens + 1):
+        batch.next_step(0.0, ahead)
+        assert batch.ending() == ({subject} if num_steps == max_tokens else set())
+        batch.fed(batch.due())
+        subject.sequence.token_ids += [0] * len(ahead)  # the step before has ended
+        ahead = [subject]
+
+
+def test_who_has_sat_out_steps_gets_its_last_token_later() -> None:
+    batch = Bench().batch
+    subject = generation(0, max_tokens=1)
+    batch.add(subject, 0.0)
+    for _ in range(3):
+        batch.next_step(0.0)
+        assert batch.ending() == set(), "it is in no step"
+    batch.next_step(0.0, [subject])
+    assert batch.ending() == {subject}
 
 
 def test_who_has_left_is_not_due() -> None:
@@ -126,7 +148,7 @@ def test_who_sits_out_is_due_again_at_the_next_step() -> None:
     for _ in range(3):
         bench.batch.next_step(bench.now)
         assert bench.batch.due() == [subject]
-        bench.batch.sit_out(subject)
+        bench.batch.sit_out([subject])
         bench.batch.check_invariants()
     assert bench.step()[1] == [subject]
 
@@ -251,14 +273,13 @@ def test_the_calendar_agrees_with_looking_at_everybody(seed: int) -> None:
         bench.batch.next_step(bench.now)
         lacking = [g for g in bench.batch.running() if g.sequence.num_tokens > len(g.sequence.block_table) * BLOCK_SIZE]
         due = bench.batch.due()
-        assert due == sorted(lacking, key=seniority), f"seed {seed}"
+        assert sorted(due, key=seniority) == sorted(lacking, key=seniority), f"seed {seed}"
         sitting_out = [each for each in due if random.random() < 0.3]
-        for each in due:
-            if each in sitting_out:
-                bench.batch.sit_out(each)
-            else:
-                each.sequence.block_table.append(0)
-                bench.batch.fed(each)
+        bench.batch.sit_out(sitting_out)
+        fed = [each for each in due if each not in sitting_out]
+        for each in fed:
+            each.sequence.block_table.append(0)
+        bench.batch.fed(fed)
         bench.batch.check_invariants()
         for each in bench.batch.running():
             if each not in sitting_out:

@@ -27,7 +27,7 @@ from common.contract.messages import (
     Source,
     Tokens,
 )
-from kv_transfer import source
+from kv_transfer import parked, source
 from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
 from kv_transfer.sink import GaveUp, Pull
 from kv_transfer.source import Action, LeaseTable
@@ -155,10 +155,10 @@ def test_a_chunk_that_completes_no_block_is_not_announced(table: LeaseTable) -> 
 
 def test_an_attach_before_the_prefill_is_parked_and_answered(table: LeaseTable) -> None:
     assert table.attach(attach(), D1, 0.0) == []
-    assert (table.num_parked, len(table)) == (1, 0)
+    assert (len(table.parked), len(table)) == (1, 0)
     to, offer = only(BlocksReady, table.open(key(), BLOCKS, 600.0, now=1.0))
     assert (to, offer.block_ids, offer.num_blocks) == (D1, (), 3)
-    assert (table.num_parked, table.num_readers) == (0, 1)
+    assert (len(table.parked), table.num_readers) == (0, 1)
 
 
 def test_a_late_attach_is_told_everything(table: LeaseTable) -> None:
@@ -346,14 +346,14 @@ def test_a_sink_that_attaches_only_to_hear_its_verdict_again_is_not_kept_waiting
     assert verdict(table.settle(settle(offer), D1))
     assert table.attach(attach(), D1, 5.0) == []
     assert verdict(table.settle(settle(offer), D1))
-    assert (table.num_parked, next_expiry(table)) == (0, math.inf)
+    assert (len(table.parked), next_expiry(table)) == (0, math.inf)
 
 
 @pytest.mark.parametrize(("attempt", "sink"), [(1, D2), (2, D1)], ids=["another sink", "another attempt"])
 def test_a_settle_takes_back_no_attach_but_its_own(table: LeaseTable, attempt: int, sink: Incarnation) -> None:
     table.attach(attach(attempt), sink, 0.0)
     assert not verdict(table.settle(Settle(request=R1, attempt=1, lease=LeaseId("l"), epoch=1), D1))
-    assert table.num_parked == 1
+    assert len(table.parked) == 1
 
 
 # --- who is attached ---------------------------------------------------------------------------------------------
@@ -418,9 +418,9 @@ def test_a_stale_detach_does_not_undo_a_newer_attach(table: LeaseTable) -> None:
 def test_a_detach_takes_a_parked_attach_back(table: LeaseTable) -> None:
     table.attach(attach(), D1, 0.0)
     table.detach(Detach(request=R1, attempt=1), D2, 0.0)
-    assert table.num_parked == 1
+    assert len(table.parked) == 1
     table.detach(Detach(request=R1, attempt=1), D1, 0.0)
-    assert table.num_parked == 0
+    assert len(table.parked) == 0
     assert table.open(key(), BLOCKS, 600.0, 1.0) == []
 
 
@@ -430,7 +430,7 @@ def test_a_lost_sink_is_detached_from_everything(table: LeaseTable) -> None:
     table.open(key(request=RequestId("r3")), (20,), 600.0, 0.0)
     table.attach(attach(request=RequestId("r3")), D2, 0.0)
     assert table.sink_said_hello(D1, (), 5.0) == []
-    assert (table.num_parked, table.num_readers, len(table)) == (0, 1, 2)
+    assert (len(table.parked), table.num_readers, len(table)) == (0, 1, 2)
     assert not verdict(table.settle(settle(offer), D1))
     assert next_expiry(table) == 5.0 + TTL_S
 
@@ -439,7 +439,7 @@ def test_a_sink_that_says_hello_keeps_what_it_names(table: LeaseTable) -> None:
     offer = completed(table)
     table.attach(attach(request=R2), D1, 0.0)
     assert table.sink_said_hello(D1, {key(), key(request=R2)}, 5.0) == []
-    assert (table.num_parked, table.num_readers) == (1, 1)
+    assert (len(table.parked), table.num_readers) == (1, 1)
     assert verdict(table.settle(settle(offer), D1))
 
 
@@ -448,7 +448,7 @@ def test_a_sink_that_says_hello_gives_up_what_it_does_not_name(table: LeaseTable
     offer = completed(table, attempt=2)
     table.attach(attach(request=R2), D1, 0.0)
     assert table.sink_said_hello(D1, {key(1)}, 5.0) == [], "an older attempt is not what holds the lease"
-    assert (table.num_parked, table.num_readers) == (0, 0)
+    assert (len(table.parked), table.num_readers) == (0, 0)
     assert next_expiry(table) == 5.0 + TTL_S
     assert not verdict(table.settle(settle(offer), D1))
 
@@ -501,31 +501,31 @@ def test_an_attach_whose_prefill_never_comes_is_refused(table: LeaseTable) -> No
     assert next_expiry(table) == 1.0 + TTL_S
     assert table.expire(1.0 + TTL_S - 0.1) == []
     assert withdrawals(table.expire(1.0 + TTL_S)) == [(D1, 1, Cause.LEASE_LOST)]
-    assert table.num_parked == 0
+    assert len(table.parked) == 0
     assert next_expiry(table) == math.inf
 
 
 def test_parked_attaches_are_bounded_and_the_oldest_is_told(table: LeaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_PARKED", 2)
+    monkeypatch.setattr(parked, "MAX_PARKED", 2)
     for number in range(2):
         assert table.attach(attach(request=RequestId(f"p{number}")), D1, float(number)) == []
     actions = table.attach(attach(request=RequestId("p2")), D2, 2.0)
     to, message = only(OfferWithdrawn, actions)
     assert (to, message.request, message.cause) == (D1, "p0", Cause.CAPACITY)
-    assert table.num_parked == 2
+    assert len(table.parked) == 2
 
 
 def test_a_withdrawal_reaches_a_parked_sink(table: LeaseTable) -> None:
     table.attach(attach(), D1, 0.0)
-    table.expect(key(), 600.0)
+    table.parked.expect(key(), 600.0)
     assert withdrawals(table.withdraw(R1, Cause.TOO_LARGE, "no", now=1.0)) == [(D1, 1, Cause.TOO_LARGE)]
-    assert table.num_parked == 0
+    assert len(table.parked) == 0
 
 
 def test_an_attach_that_is_parked_again_is_parked_once(table: LeaseTable) -> None:
     table.attach(attach(), D1, 0.0)
     assert table.attach(attach(), D1, 10.0) == []
-    assert table.num_parked == 1
+    assert len(table.parked) == 1
     assert next_expiry(table) == 10.0 + TTL_S
     assert told(table.open(key(), BLOCKS, 600.0, 11.0)) == [(D1, BlocksReady)]
 
@@ -565,7 +565,7 @@ def test_a_sink_waits_as_long_as_the_request_that_waits_for_its_blocks(table: Le
     """In a deep queue a prompt waits longer than an attach without a Prefill may."""
     if attach_first:
         table.attach(attach(), D1, 0.0)
-    table.expect(key(), 600.0)
+    table.parked.expect(key(), 600.0)
     if not attach_first:
         table.attach(attach(), D1, 0.0)
     assert table.expire(599.0) == []
@@ -573,11 +573,11 @@ def test_a_sink_waits_as_long_as_the_request_that_waits_for_its_blocks(table: Le
 
 
 def test_a_sink_does_not_wait_for_a_request_that_is_given_up(table: LeaseTable) -> None:
-    table.expect(key(), 600.0)
+    table.parked.expect(key(), 600.0)
     table.attach(attach(), D1, 0.0)
     assert withdrawals(table.withdraw(R1, Cause.DEADLINE, "too late", now=1.0)) == [(D1, 1, Cause.DEADLINE)]
     assert withdrawals(table.attach(attach(), D1, 2.0)) == [(D1, 1, Cause.LEASE_LOST)]
-    assert (table.num_parked, next_expiry(table)) == (0, math.inf)
+    assert (len(table.parked), next_expiry(table)) == (0, math.inf)
 
 
 def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) -> None:
@@ -627,12 +627,12 @@ def test_an_offer_that_has_ended_is_refused_at_once(table: LeaseTable, end: str,
         completed(table, sink=None)
         table.reclaim(1, 0.0)
     assert withdrawals(table.attach(attach(attempt, offered=1), D2, 50.0)) == [(D2, attempt, Cause.LEASE_LOST)]
-    assert (table.num_parked, table.num_readers - (end in ("withdrawn", "ended by the first token"))) == (0, 0)
+    assert (len(table.parked), table.num_readers - (end in ("withdrawn", "ended by the first token"))) == (0, 0)
 
 
 def test_a_wait_that_was_given_up_is_refused_at_once(table: LeaseTable) -> None:
     """The request had no blocks yet when it was aborted: there never was a lease."""
-    table.expect(key(), 600.0)
+    table.parked.expect(key(), 600.0)
     assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
     assert withdrawals(table.attach(attach(), D1, 2.0)) == [(D1, 1, Cause.LEASE_LOST)]
 
@@ -647,9 +647,9 @@ def test_a_withdrawal_of_nothing_refuses_nobody(table: LeaseTable) -> None:
 def test_an_attach_for_a_newer_prefill_waits_while_the_older_offer_stands(table: LeaseTable) -> None:
     offer = completed(table)
     assert table.attach(attach(2), D2, 1.0) == []
-    assert table.num_parked == 1
-    assert table.awaits(key(2))
-    assert not table.awaits(key(1))
+    assert len(table.parked) == 1
+    assert table.parked.awaits(key(2))
+    assert not table.parked.awaits(key(1))
     table.check_invariants()
     actions = table.settle(settle(offer), D1)
     assert verdict(actions), "the older one goes on undisturbed"
@@ -657,11 +657,11 @@ def test_an_attach_for_a_newer_prefill_waits_while_the_older_offer_stands(table:
     to, newer = only(BlocksReady, table.open(key(2), BLOCKS, 600.0, 2.0))
     assert (to, newer.attempt) == (D2, 2)
     assert newer.lease != offer.lease
-    assert not table.awaits(key(2))
+    assert not table.parked.awaits(key(2))
 
 
 def test_an_abort_of_the_older_attempt_does_not_refuse_who_waits_for_the_newer(table: LeaseTable) -> None:
-    table.expect(key(1), 600.0)
+    table.parked.expect(key(1), 600.0)
     table.attach(attach(2), D2, 0.0)
     assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
     assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
@@ -669,7 +669,7 @@ def test_an_abort_of_the_older_attempt_does_not_refuse_who_waits_for_the_newer(t
 
 def test_an_abort_of_the_attempt_that_is_waited_for_refuses(table: LeaseTable) -> None:
     table.attach(attach(2), D2, 0.0)
-    table.expect(key(2), 600.0)
+    table.parked.expect(key(2), 600.0)
     assert withdrawals(table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)) == [(D2, 2, Cause.CANCELLED)]
 
 
@@ -683,7 +683,7 @@ def test_a_sink_that_wants_an_offer_older_than_the_one_that_stands_is_turned_awa
 def test_who_waits_for_an_offer_is_not_given_an_older_one(table: LeaseTable) -> None:
     table.attach(attach(2), D2, 0.0)
     assert table.open(key(1), BLOCKS, 600.0, 1.0) == []
-    assert table.num_parked == 1
+    assert len(table.parked) == 1
     table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=2.0)
     assert told(table.open(key(2), BLOCKS, 600.0, 3.0)) == [(D2, BlocksReady)]
 
@@ -714,9 +714,9 @@ def test_the_end_tells_whether_a_sink_has_the_blocks(table: LeaseTable) -> None:
 
 def test_a_sequence_is_offered_as_it_was_asked_for(table: LeaseTable) -> None:
     wanted = AttachSequence(request=R1, attempt=2, sequence=key(1), choice=3, position=8)
-    table.expect(key(2), 600.0)
+    table.parked.expect(key(2), 600.0)
     assert table.attach(wanted, D1, 0.0) == []
-    assert table.awaits(key(2))
+    assert table.parked.awaits(key(2))
     _, offer = only(BlocksReady, table.open(key(2), BLOCKS, 600.0, 1.0))
     table.blocks_ready(R1, 3, now=1.0)
     table.complete(R1, [first_token(attempt=2)])
@@ -727,10 +727,10 @@ def test_a_sequence_is_offered_as_it_was_asked_for(table: LeaseTable) -> None:
 
 
 def test_a_sequence_that_was_not_cut_is_refused_to_who_waits(table: LeaseTable) -> None:
-    table.expect(key(2), 600.0)
+    table.parked.expect(key(2), 600.0)
     table.attach(AttachSequence(request=R1, attempt=2, sequence=key(1), choice=0, position=8), D1, 0.0)
     assert withdrawals(table.withdraw(R1, Cause.LEASE_LOST, "ended", now=1.0)) == [(D1, 2, Cause.LEASE_LOST)]
-    assert not table.awaits(key(2))
+    assert not table.parked.awaits(key(2))
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
@@ -966,7 +966,7 @@ def test_a_parked_attach_under_the_name_of_a_prefix_is_told(table: LeaseTable) -
     table.attach(attach(), D2, 0.0)
     actions = table.lend(key(), BLOCKS, D1, 30.0, 0.0)
     assert told(actions) == [(D2, OfferWithdrawn), (D1, BlocksReady)]
-    assert table.num_parked == 0
+    assert len(table.parked) == 0
 
 
 def test_a_request_with_a_lease_is_lent_nothing(table: LeaseTable) -> None:
@@ -988,7 +988,7 @@ def test_who_attaches_when_the_first_token_has_ended_the_request_is_told_so() ->
     assert isinstance(done, PrefillDone)
     assert (offer.attempt, offer.start, offer.block_ids, offer.num_blocks) == (2, 0, (), len(BLOCKS))
     assert (done.attempt, done.lease, done.first_tokens[0].finish_reason) == (2, offer.lease, "stop")
-    assert table.num_readers == len(table) == table.num_parked == 0
+    assert table.num_readers == len(table) == len(table.parked) == 0
     pull = Pull(key(2), Source(address="p:1", incarnation=Incarnation("p")), offered=1)
     pull.attach()
     pull.blocks_ready(offer)

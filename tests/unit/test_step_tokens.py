@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from dispatcher_bench import D2, P2, PROMPT, Bench, D, P, settle, text
-from flow_run import START, Run, failed, of_prompt, place, tokens
+from flow_run import START, Run, failed, life, of_prompt, tokens
 
 from common.contract.errors import Cause
 from common.contract.ids import Handle, Incarnation, RequestKey
@@ -164,7 +164,7 @@ def _had_a_bug(run: Run) -> None:
 
 
 def _avoids(run: Run) -> None:
-    run.flow.choices[0].avoid.add(place("x"))
+    run.flow.choices[0].avoid.add(life("x"))
 
 
 def _suspected(run: Run) -> None:

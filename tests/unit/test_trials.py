@@ -15,6 +15,7 @@ from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages import Message, Prefill, Suspicion, Trial
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
+from common.scheduling.costs import Costs
 from common.scheduling.trials import NOTICE_S, TRIAL_S, TRIAL_TOKENS, TrialFeed, Trials
 from decode_worker.request import DecodeRequest
 from decode_worker.step import Step
@@ -365,6 +366,7 @@ def prefill_scheduler(num_blocks: int = 64, **sizes: int) -> PrefillScheduler:
         max_waiting=1000,
         ageing_s=30.0,
         ttft_target_s=lambda tier: 1.0,
+        costs=Costs(prefill_s_per_token=0.0),
         **{"chunk_size": 8, "token_budget": 8, **sizes},
     )
 

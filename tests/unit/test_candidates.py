@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from dispatcher_bench import D2, D3, LAYOUT, P2, D, P, heartbeat, role_of, welcome
-from flow_run import Run, place
+from flow_run import Run, life
 
 from common.contract.errors import Cause
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
-from gateway.routing.placement import Placement, Rebind
-from gateway.routing.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
-from gateway.serving.attempt import Choice
-from gateway.serving.flow import PlacementRequest
+from gateway.dispatch.candidates import Candidates, Rebind
+from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
+from gateway.serving.choice import Choice
+from gateway.serving.flow_actions import PlacementRequest
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
 
@@ -29,12 +29,12 @@ class Pool:
     def __init__(self, *, prefill: Sequence[str] = (P, P2), decode: Sequence[str] = (D, D2, D3)) -> None:
         self.registry = Registry(tuple(prefill), tuple(decode), "c")
         for address in (*prefill, *decode):
-            self.registry.opened(address, place(address).incarnation, welcome(role_of(address)))
-        self.placement = Placement(self.registry, Router(self.registry))
+            self.registry.opened(address, life(address).incarnation, welcome(role_of(address)))
+        self.candidates = Candidates(self.registry, Router(self.registry))
 
     def choose(self, **wanted: Any) -> tuple[str, ...] | None:
         """Where a request would go."""
-        match self.placement.choose(self.want(**wanted), Tier.STANDARD, {}, 0.0):
+        match self.candidates.choose(self.want(**wanted), Tier.STANDARD, {}, 0.0):
             case Handoff(prefill=prefill, decode=decode):
                 return prefill.address, decode.address
             case Local(decode=decode) | Rebind(decode=decode):
@@ -54,8 +54,8 @@ class Pool:
         run.lose(D)
         return replace(
             run.want,
-            avoid=frozenset(place(each) for each in avoid),
-            too_small=frozenset(place(each) for each in too_small),
+            avoid=frozenset(life(each) for each in avoid),
+            too_small=frozenset(life(each) for each in too_small),
             offer=run.want.offer if offer else None,
             admitted=admitted,
             most_tokens=most_tokens,
@@ -88,7 +88,7 @@ def test_a_worker_that_has_failed_is_avoided_where_there_is_another_way(
 def test_another_life_of_a_worker_that_has_failed_is_not_avoided() -> None:
     pool = Pool()
     pool.registry.lost(D)
-    pool.registry.opened(D, place(D, 2).incarnation, welcome(Role.DECODE))
+    pool.registry.opened(D, life(D, 2).incarnation, welcome(Role.DECODE))
     assert pool.choose(avoid=(D,)) == (P, D)
 
 
@@ -110,11 +110,11 @@ def test_without_a_decode_worker_everybody_waits() -> None:
 def test_an_offer_stands_as_long_as_its_worker() -> None:
     pool = Pool()
     want = pool.want(offer=True)
-    assert pool.placement.stands(want)
+    assert pool.candidates.stands(want)
     pool.registry.lost(P)
-    assert not pool.placement.stands(want)
-    pool.registry.opened(P, place(P, 2).incarnation, welcome(Role.PREFILL))
-    assert not pool.placement.stands(want), "another life"
+    assert not pool.candidates.stands(want)
+    pool.registry.opened(P, life(P, 2).incarnation, welcome(Role.PREFILL))
+    assert not pool.candidates.stands(want), "another life"
 
 
 def test_no_caution_changes_nothing() -> None:
@@ -126,7 +126,7 @@ def test_no_caution_changes_nothing() -> None:
 
 def test_where_all_prefill_workers_have_failed_that_is_said() -> None:
     pool = Pool()
-    route = pool.placement.choose(pool.want(avoid=(P, P2)), Tier.STANDARD, {}, 0.0)
+    route = pool.candidates.choose(pool.want(avoid=(P, P2)), Tier.STANDARD, {}, 0.0)
     assert isinstance(route, Local)
     assert route.reason is LocalPrefill.NO_PREFILL_WORKER
 
@@ -140,8 +140,8 @@ class Sizes(Pool):
     def __init__(self) -> None:
         super().__init__()
         for address, num_tokens in {P: 2, P2: 1000, D: 100, D2: 200, D3: 100}.items():
-            life, role = place(address).incarnation, role_of(address)
-            self.registry.opened(address, life, welcome(role, max_sequence_tokens=num_tokens))
+            incarnation, role = life(address).incarnation, role_of(address)
+            self.registry.opened(address, incarnation, welcome(role, max_sequence_tokens=num_tokens))
 
     def occupy(self, address: str) -> None:
         self.registry.took(address, Given(number=1, tier=Tier.STANDARD, num_sequences=9, num_blocks=9))
@@ -197,13 +197,13 @@ def test_a_worker_that_refuses_since_it_leaves_is_not_usable_until_it_says_other
 def test_there_is_hope_as_long_as_somebody_is_there_who_can_hold_it() -> None:
     pool = Sizes()
     want = pool.want(too_small=(D, D3), most_tokens=150)
-    assert pool.placement.hope(want, None)
+    assert pool.candidates.hope(want, None)
     pool.registry.declined(D2, Cause.DRAINING)
-    assert pool.placement.places(want, None) == []
-    assert pool.placement.hope(want, None), "it may serve again"
-    assert pool.placement.all_too_small(want, None)
+    assert pool.candidates.able(want, None) == []
+    assert pool.candidates.hope(want, None), "it may serve again"
+    assert pool.candidates.all_too_small(want, None)
     pool.registry.lost(D2)
-    assert not pool.placement.hope(want, None)
+    assert not pool.candidates.hope(want, None)
 
 
 def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
@@ -211,15 +211,15 @@ def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
     [worker] = pool.registry.usable(Role.DECODE)
     assert worker.welcome is not None
     pool.registry.declined(D, Cause.DRAINING)
-    assert pool.placement.hope(pool.want(), worker.welcome.fingerprint)
-    assert not pool.placement.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
+    assert pool.candidates.hope(pool.want(), worker.welcome.fingerprint)
+    assert not pool.candidates.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
 
 
 # --- refuges ---------------------------------------------------------------------------------------------------------
 
 
 def refuge(pool: Pool, address: str, num_tokens: int) -> str | None:
-    worker = pool.placement.refuge(address, Choice(0, [1] * num_tokens), most_tokens=num_tokens)
+    worker = pool.candidates.refuge(address, Choice(0, [1] * num_tokens), most_tokens=num_tokens)
     return None if worker is None else worker.address
 
 
@@ -245,10 +245,10 @@ def test_a_refuge_can_hold_the_sequence_to_its_end() -> None:
     for address in NEAR:
         pool.registry.heartbeat(address, heartbeat(used=0, total=10), 0.0)
     choice = Choice(0, [1, 2, 3])
-    worker = pool.placement.refuge(D, choice, most_tokens=150)
+    worker = pool.candidates.refuge(D, choice, most_tokens=150)
     assert worker is not None
     assert worker.address == D2
-    choice.too_small.add(place(D2))
-    worker = pool.placement.refuge(D, choice, most_tokens=50)
+    choice.too_small.add(life(D2))
+    worker = pool.candidates.refuge(D, choice, most_tokens=50)
     assert worker is not None
     assert worker.address == D3

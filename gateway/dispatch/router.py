@@ -6,9 +6,9 @@ few tokens are left to compute     the same: a handoff would cost more than it s
 no prefill worker is usable        the same, so that the request is served                   no_prefill_worker
 otherwise                          a prefill and a decode worker                             handoff
 
-The prefill worker is the one with the earliest expected first token (`gateway.routing.estimates`). The decode worker is
-the one with room soonest, then the fewest blocks in use; workers that can hold the sequence to its end are preferred.
-Workers that have just failed the request are avoided.
+The prefill worker is the one with the earliest expected first token (`gateway.dispatch.estimates`). The decode worker
+is the one with room soonest, then the fewest blocks in use; workers that can hold the sequence to its end are
+preferred. Workers that have just failed the request are avoided.
 
 All workers are compared, as columns of a table (`gateway.workers.load_table`). A worker is named by its row.
 """
@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import PrefixHint, Role
 from common.contract.tiers import Tier
-from gateway.routing.estimates import prompt_s, queue_s, room_s
-from gateway.serving.attempt import WorkerLife
+from gateway.dispatch.estimates import prompt_s, queue_s, room_s
 from gateway.workers.load_table import Column, LoadTable, Rows
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import WorkerView
 
 _CROWDED_FACTOR: Final = 2
@@ -182,8 +182,8 @@ class Caution(NamedTuple):
         return rows if not len(rows) or table.workers[rows[0]].fits(self.fits) else rows[:0]
 
 
-def _without(table: LoadTable, rows: Rows, places: frozenset[WorkerLife]) -> Rows:
-    return rows[~np.isin(rows, table.rows_of(places))] if places else rows
+def _without(table: LoadTable, rows: Rows, lives: frozenset[WorkerLife]) -> Rows:
+    return rows[~np.isin(rows, table.rows_of(lives))] if lives else rows
 
 
 def _or(rows: Rows, others: Rows) -> Rows:
@@ -276,7 +276,7 @@ def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Colu
     prefix = None
     if most > num_cached:
         holder = table.workers[_least(table, holders, -here)]
-        prefix = PrefixHint(source=holder.place.source, num_tokens=most)
+        prefix = PrefixHint(source=holder.life.source, num_tokens=most)
     return Handoff(
         prefill=table.workers[chosen],
         decode=table.workers[taker],

@@ -1,4 +1,4 @@
-"""Admission: refuse a request if its first token would come later than its tier allows. Pure.
+"""Refuse a request if its first token would come later than its tier allows. Pure.
 
 An early refusal is better than a late answer: the client can go elsewhere or come back when told to, and admitted
 requests are served in time. A long prompt is not refused for its own length: only waiting counts against it.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from common.contract.tiers import Tier
-from gateway.routing.router import Expected
+from gateway.dispatch.router import Expected
 from gateway.serving.generation import Refusal
 
 _LEAST_SHARE: Final = 0.5
@@ -29,7 +29,7 @@ _STEPS_PER_S: Final = 0.07
 """Steps of margin regained per second."""
 
 
-class Admission:
+class TtftLimits:
     """The limit of each tier, and the margin by which expected times are trusted."""
 
     def __init__(self, limits_s: Mapping[Tier, float]) -> None:

@@ -1,4 +1,4 @@
-"""Workers for a flow's `PlacementRequest`: the decisions between a want and its attempt. Pure."""
+"""Which workers may take the choices of a want, or a sequence that leaves its worker, and which is the best. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages import Phase, Role
 from common.contract.tiers import Tier
-from gateway.routing.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
-from gateway.serving.attempt import Choice, WorkerLife
-from gateway.serving.flow import PlacementRequest
+from gateway.dispatch.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
+from gateway.serving.choice import Choice
+from gateway.serving.flow_actions import PlacementRequest
 from gateway.workers.load_table import Rows
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import WorkerView
 
 
@@ -28,8 +29,8 @@ _NOTHING = Ask(num_tokens=1)
 Route = Handoff | Local | Rebind
 
 
-class Placement:
-    """Chooses workers for wants of flows."""
+class Candidates:
+    """Questions about the registry's workers."""
 
     def __init__(self, registry: Registry, router: Router) -> None:
         self._registry = registry
@@ -38,13 +39,13 @@ class Placement:
     def stands(self, want: PlacementRequest) -> bool:
         """Whether the worker that made the want's offer is still there."""
         assert want.offer is not None
-        place = want.offer.place
-        worker = self._registry.workers.get(place.address)
-        return worker is not None and worker.incarnation == place.incarnation
+        life = want.offer.life
+        worker = self._registry.workers.get(life.address)
+        return worker is not None and worker.incarnation == life.incarnation
 
-    def places(self, want: PlacementRequest, fits: Fingerprint | None) -> list[WorkerView]:
+    def able(self, want: PlacementRequest, fits: Fingerprint | None) -> list[WorkerView]:
         """The decode workers that may take these choices, full ones included."""
-        return self._registry.table.views(self._able(_caution(want, fits), _ask(want)))
+        return self._registry.table.views(self._rows(_caution(want, fits), _ask(want)))
 
     def hope(self, want: PlacementRequest, fits: Fingerprint | None) -> bool:
         """Whether a decode worker exists that may take these choices, now or after draining."""
@@ -59,7 +60,7 @@ class Placement:
     def all_too_small(self, want: PlacementRequest, fits: Fingerprint | None) -> bool:
         """Whether decode workers are usable, and all have said that they can never hold these choices."""
         ask = _ask(want)
-        return len(self._able(Caution(fits=fits), ask)) > 0 and not len(self._able(_caution(want, fits), ask))
+        return len(self._rows(Caution(fits=fits), ask)) > 0 and not len(self._rows(_caution(want, fits), ask))
 
     def choose(
         self,
@@ -95,7 +96,7 @@ class Placement:
             return False
         if leaving.welcome is None or leaving.load is None or leaving.load.phase is Phase.SERVING:
             return False
-        others = self._able(Caution(fits=leaving.welcome.fingerprint), _NOTHING)
+        others = self._rows(Caution(fits=leaving.welcome.fingerprint), _NOTHING)
         return any(worker.has_room(_NOTHING.num_tokens) for worker in self._registry.table.views(others))
 
     def refuge(
@@ -116,7 +117,7 @@ class Placement:
             return None
         return table.workers[least_loaded_decode(table, np.array(others), ask, table.spread({}))]
 
-    def _able(self, caution: Caution, ask: Ask) -> Rows:
+    def _rows(self, caution: Caution, ask: Ask) -> Rows:
         return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.messages import Suspicion
+from common.runtime.probes import counter
 
 _BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -44,23 +44,14 @@ class RecoveryMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """Current values of the metrics."""
-        failovers = CounterMetricFamily(
-            "baton_gateway_failovers", "Attempts that failed and were followed by another.", labels=["cause"]
+        failovers = {cause.value: self.failovers[cause] for cause in Cause}
+        text = "Attempts that failed and were followed by another."
+        yield counter("baton_gateway_failovers", text, failovers, "cause")
+        moves = {end: self.moves[end] for end in ("moved", "stayed")}
+        yield counter("baton_gateway_moves", "Running sequences that were to leave a draining worker.", moves, "end")
+        trials = {level.value: self.trials[level] for level in (Suspicion.GROUP, Suspicion.ALONE)}
+        yield counter(
+            "baton_gateway_trials", "Suspects that workers were given, by how they are tried.", trials, "level"
         )
-        for cause in Cause:
-            failovers.add_metric([cause], self.failovers[cause])
-        yield failovers
-        moves = CounterMetricFamily(
-            "baton_gateway_moves", "Running sequences that were to leave a draining worker.", labels=["end"]
-        )
-        for end in ("moved", "stayed"):
-            moves.add_metric([end], self.moves[end])
-        yield moves
-        trials = CounterMetricFamily(
-            "baton_gateway_trials", "Suspects that workers were given, by how they are tried.", labels=["level"]
-        )
-        for level in (Suspicion.GROUP, Suspicion.ALONE):
-            trials.add_metric([level], self.trials[level])
-        yield trials
         yield from self.resume.collect()
         yield from self.pause.collect()

@@ -1,0 +1,211 @@
+"""Sequences that have begun: how they begin and end, and the blocks and the service that they have meanwhile."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+from common.contract.messages import Tokens
+from common.engine.block_pool import BlockPool
+from common.engine.sequence import Sequence
+from decode_worker.admission import Admission, rank_of
+from decode_worker.entrance import Entrance
+from decode_worker.local_prompts import LocalPrompts
+from decode_worker.policy import Policy
+from decode_worker.request import DecodeRequest, Generation, RequestEvent, Stage, StageEvent
+from decode_worker.running_batch import RunningBatch
+from decode_worker.swap_space import SwapSpace
+
+_OUTPUT_CHARGE = 2.0
+"""Service of an output token; a computed prompt token counts 1 (VTC, section 3)."""
+
+
+class Sequences:
+    """The sequences of one worker, from their first token to their end. Pure state."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        policy: Policy,
+        admission: Admission,
+        batch: RunningBatch,
+        prompts: LocalPrompts,
+        entrance: Entrance,
+        swap: SwapSpace,
+    ) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._block_size = policy.block_size
+        self._admission = admission
+        self._batch = batch
+        self._prompts = prompts
+        self._entrance = entrance
+        self._swap = swap
+        self._copies: list[tuple[int, int]] = []
+
+    # --- beginning -----------------------------------------------------------------------------------------------
+
+    def begin(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
+        """The KV of the request's tokens is here and valid: its choices begin, and share the full blocks. A sequence
+        that moved here has more tokens than the request; only the last of them has no KV yet."""
+        work = request.work
+        token_ids = [*work.token_ids, *first_tokens[0].token_ids[:-1]]
+        num_tokens = len(token_ids)
+        full = num_tokens // self._block_size
+        request.enter(RequestEvent.BEGIN)
+        request.begun_at = now
+        request.chain.extend(token_ids, num_tokens)
+        self._pool.name(block_ids[:full], request.chain.hashes)
+        for index, first in enumerate(first_tokens):
+            table = block_ids if index == 0 else self._fork(request, block_ids, full)
+            num_computed = num_tokens if table else 0
+            sequence = Sequence(
+                request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_computed, table
+            )
+            generation = Generation(
+                request,
+                sequence,
+                request.chain if len(first_tokens) == 1 else request.chain.fork(),
+                request.order + index,
+                rank_of(request.order + index),
+                work.handles[index],
+                num_named=full if table else 0,
+                first_position=len(work.token_ids),
+                began=now,
+            )
+            logprobs = first.logprobs or (None,)
+            generation.logprobs += [each for each in logprobs[:-1] if each is not None]
+            generation.append(first.token_ids[-1], logprobs[-1], first.finish_reason)
+            request.generations.append(generation)
+            if table:
+                self._batch.add(generation, now)
+            else:
+                self._admission.leave(generation.key)
+                self._entrance.stand_by(generation, now)
+        assert not request.fork_blocks, request.work
+        for generation in request.generations:
+            if generation.finish_reason is not None:
+                self.remove(generation)
+
+    def _fork(self, request: DecodeRequest, block_ids: Seq[int], full: int) -> list[int]:
+        """Blocks of one more choice: the first `full` are shared, the last one is copied by the next step. Empty if
+        there is no block for the copy."""
+        rest = block_ids[full:]
+        if len(request.fork_blocks) < len(rest):
+            return []
+        copies = [request.fork_blocks.pop() for _ in rest]
+        self._copies += zip(rest, copies, strict=True)
+        self._pool.share([*block_ids, *copies])
+        return [*block_ids[:full], *copies]
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Block copies, for forks, that the next step must make first. The step keeps their references."""
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            self._pool.release(copy)
+        return copies
+
+    def recomputed(self, generation: Generation, now: float) -> None:
+        """The last chunk of a preempted sequence is done: it continues as before."""
+        prompt = self._prompts.take(generation)
+        assert prompt is not None, generation.sequence
+        generation.sequence.num_computed = len(prompt.token_ids)
+        self._batch.add(generation, now)
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def next_step(self, now: float, ahead: Collection[Generation]) -> list[Generation]:
+        """Begin a step: fill the batch, and give a new expected end to sequences that have outlived theirs. Returns the
+        sequences that have joined."""
+        joined = self._batch.next_step(now, ahead)
+        for generation in joined:
+            self._flow(generation, _OUTPUT_CHARGE)
+            self._admission.joined(generation, self._batch.step)
+        for generation in self._batch.left():
+            self._flow(generation, -_OUTPUT_CHARGE)
+            num_private = self._pool.num_private(generation.sequence.block_table)
+            self._admission.paused(generation, self._batch.step, num_private)
+        self._entrance.waiting.advance(self._batch.step)
+        self._admission.look_again(self._batch.step)
+        return joined
+
+    def name_running(self) -> None:
+        """Enter the full blocks of running sequences into the prefix cache."""
+        for generation in self._batch.running():
+            self._name(generation)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def remove(self, generation: Generation, *, wanted: bool = False) -> None:
+        """A sequence has ended or is given up: release its blocks. `wanted`: its client asked for its end."""
+        if generation.stage is Stage.ENDED:
+            return
+        if wanted or generation.finish_reason is not None:
+            self._admission.ended(generation)
+        if generation in self._batch:  # charge its last step: the flow covers those before
+            work = generation.request.work
+            self._entrance.waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE)
+        if generation.stage is Stage.PREEMPTED:
+            self._entrance.preempted.discard(generation)
+        else:
+            self.take_blocks(generation)
+        self._swap.give_back(generation)
+        self._ended(generation)
+
+    def leave(self, generation: Generation) -> list[int]:
+        """A running sequence moves to another worker and ends here. Returns the blocks with its KV; the caller owns the
+        references. No step may be in flight."""
+        assert generation.stage is Stage.RUNNING, generation.sequence
+        sequence = generation.sequence
+        blocks = list(sequence.block_table[: self._policy.blocks_for(sequence.num_computed)])
+        self._pool.share(blocks)
+        self.take_blocks(generation)
+        self._ended(generation)
+        return blocks
+
+    def _ended(self, generation: Generation) -> None:
+        generation.enter(StageEvent.END)
+        self._entrance.mask_known(generation)
+
+    def take_blocks(self, generation: Generation) -> None:
+        """Take the blocks of a sequence, whatever its state. Its full blocks stay in the prefix cache."""
+        sequence = generation.sequence
+        self._name(generation)
+        if generation in self._batch:
+            self._flow(generation, -_OUTPUT_CHARGE)
+        self._batch.discard(generation)
+        self._prompts.take(generation)
+        self._pool.release(sequence.block_table)
+        sequence.block_table = array("q")
+        generation.num_named = 0
+        self._admission.left(generation)
+
+    def _name(self, generation: Generation) -> None:
+        """Enter the blocks that have become full into the prefix cache."""
+        if self._swap.holds(generation):
+            return  # its blocks may not have been swapped in yet
+        sequence, chain = generation.sequence, generation.chain
+        chain.extend(sequence.token_ids, sequence.num_computed)
+        full = slice(generation.num_named, sequence.num_computed // self._block_size)
+        self._pool.name(sequence.block_table[full], chain.hashes[full])
+        generation.num_named = max(full.start, full.stop)
+
+    def _flow(self, generation: Generation, change: float) -> None:
+        """Change the service that the sequence's tenant receives per step. A tenant pays for places in the batch, also
+        for steps that a sequence misses because its mask is late: no other sequence can have the place."""
+        work = generation.request.work
+        self._entrance.waiting.flow(work.tier, work.tenant, change, self._batch.step)
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two events."""
+        holders = [*self._batch.running(), *self._batch.ready(), *self._prompts.of_sequences]
+        for generation in holders:
+            assert generation.finish_reason is None, generation.sequence
+            table = generation.sequence.block_table
+            assert all(self._pool.ref_count(block) > 0 for block in table), generation.sequence
+            assert len(table) >= self._policy.blocks_for(generation.sequence.num_computed), generation.sequence
+        for generation in self._entrance.preempted:
+            assert generation.stage is Stage.PREEMPTED, generation.sequence
+            assert not generation.sequence.block_table, generation.sequence
+        self._swap.check_invariants((*holders, *self._entrance.preempted))

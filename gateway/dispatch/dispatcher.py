@@ -1,0 +1,396 @@
+"""The dispatcher: it holds the open requests, and carries out what is decided about them.
+
+A client comes or leaves, a worker says something or is lost (`gateway.dispatch.links`), or a time is over. The flow of
+the request decides what follows (`gateway.serving.flow`), and `gateway.dispatch.placement` which workers it gets. Both
+are plain state and return actions. `_settle` carries out the flow's actions in order; then `look_again` those of the
+placement, until it has nothing to decide. To carry out an action is to queue something for a worker or a client, or to
+note it in the placement. Nothing of that calls back, so no event comes in the middle of another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Iterable
+from operator import itemgetter
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from common.contract.errors import Cause
+from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.messages import (
+    MAX_OPEN_REQUESTS,
+    Decode,
+    Failed,
+    Message,
+    Prefill,
+    RequestMessage,
+    Role,
+    StepTokens,
+    Timings,
+    Tokens,
+)
+from common.runtime.channel import RECONNECT_S
+from common.runtime.clock import Clock, Pulse
+from common.runtime.curve import CurveKeys
+from common.runtime.probes import counter, gauge
+from gateway.dispatch.links import Links
+from gateway.dispatch.open_request import OpenRequest
+from gateway.dispatch.placement import DEGRADED, Hopeless, Placement
+from gateway.dispatch.recovery_metrics import RecoveryMetrics
+from gateway.dispatch.router import Router, Routing
+from gateway.dispatch.token_rows import TokenRows
+from gateway.dispatch.ttft_limits import TtftLimits
+from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.flow import Flow
+from gateway.serving.flow_actions import (
+    AssignmentOver,
+    AttemptBegan,
+    Done,
+    Fail,
+    FlowAction,
+    PlacementRequest,
+    Unwanted,
+)
+from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness
+from gateway.serving.suspicion import Crash
+from gateway.workers.prefix_index import PrefixIndex
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import WorkerView
+
+log = logging.getLogger(__name__)
+
+_BUDGET_GRACE_S = 1.0
+"""Seconds after the request's budget before the gateway gives up. The workers' own deadlines come first, because
+workers can name the state."""
+_MOST_A_TURN = 8
+"""Choices placed in one turn of the event loop, those that leave a draining worker included. Placing a prompt of 8,000
+tokens takes 0.3 ms."""
+
+
+class Dispatcher(Collector):
+    """Serves generations with the workers of the registry (`gateway.serving.generation.Generator`)."""
+
+    def __init__(
+        self,
+        me: Incarnation,
+        registry: Registry,
+        clock: Clock,
+        pulse: Pulse,
+        *,
+        local_prefill_tokens: int = 0,
+        routing: Routing = "expected",
+        max_prefix_names: int = 2_000_000,
+        ttft_limits: TtftLimits | None = None,
+        patience_s: float = 10.0,
+        silence_s: float = math.inf,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """`local_prefill_tokens`: a decode worker computes a prompt of which it has at most so many tokens to compute.
+        With 0 there is none, because the last token is never cached. `max_prefix_names` bounds the prefix index.
+        Without `ttft_limits` no request is refused because of expected times. An admitted request waits up to
+        `patience_s` while no suitable worker exists. A request that gets no token for `silence_s` fails.
+        """
+        index = PrefixIndex(max_prefix_names)
+        router = Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing)
+        self._registry = registry
+        self._clock = clock
+        self._patience_s = patience_s
+        self._silence_s = silence_s
+        self.links = Links(me, registry, index, self, clock, pulse, keys)
+        self.placement = Placement(registry, router, index, ttft_limits)
+        self._open: dict[OpenRequest, None] = {}
+        self._by_id: dict[RequestId, OpenRequest] = {}
+        """Request id as workers know it → request. A request may have several ids."""
+        self._rows = TokenRows()
+        self._left_of_turn = _MOST_A_TURN
+        self.num_duplicates = 0
+        self.num_gaps = 0
+        self._num_stale_messages = 0
+        self.handoffs: Counter[tuple[str, str]] = Counter()
+        """Sequences that a decode worker took over, by (address of the prefill worker, its own address)."""
+        self.recovery = RecoveryMetrics()
+
+    # --- the Generator -------------------------------------------------------------------------------------------
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
+        """Run one generation; see `gateway.serving.generation.Generator`."""
+        request = self._begin(generation)
+        try:
+            while True:
+                match await request.mailbox.get():
+                    case Delta() as delta:
+                        delta.more = generation.num_choices == 1 and len(request.mailbox) > 0
+                        yield delta
+                    case PromptDelta() as delta_of_prompt:
+                        yield delta_of_prompt
+                    case Done():
+                        return
+                    case Fail(cause, message):
+                        refusal = generation.admittance.refusal
+                        retry_after_s = None if refusal is None else refusal.retry_after_s
+                        raise GenerationFailed(cause, message, retry_after_s=retry_after_s)
+        finally:
+            self._end(request)
+
+    def ready(self) -> Readiness:
+        """Whether a request that arrives now could be served."""
+        missing = self._registry.missing()
+        reason = "ready"
+        if missing:
+            reason = f"no {' and no '.join(missing)} worker is usable" if Role.DECODE in missing else DEGRADED
+        return Readiness(
+            ready=Role.DECODE not in missing,
+            reason=reason,
+            max_sequence_tokens=self._registry.max_sequence_tokens,
+            details=lambda: {"workers": self.links.workers(), "in_flight": len(self._open)},
+        )
+
+    def _begin(self, generation: Generation) -> OpenRequest:
+        readiness = self.ready()
+        if not readiness.ready:
+            raise GenerationFailed(Cause.WORKER_LOST, readiness.reason)
+        if len(self._open) >= MAX_OPEN_REQUESTS:
+            raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
+        request = OpenRequest.of(generation, self._registry.block_size)
+        generation.waterfall.opened(self._clock())
+        self._open[request] = None
+        self._watch(request)
+        self._settle(request, request.flow.begin())
+        return request
+
+    def _end(self, request: OpenRequest) -> None:
+        """The client reads no more."""
+        flow = request.flow
+        if request.timer is not None:
+            request.timer.cancel()
+        self._settle(request, flow.cancel())
+        self.placement.answered(request, self._clock())
+        del self._open[request]
+        for request_id in flow.requests:
+            self._by_id.pop(request_id, None)
+        self.num_duplicates += flow.num_duplicates
+        self.num_gaps += flow.num_gaps
+        for cause, number in flow.failures.items():
+            self.recovery.failovers[cause] += number
+        log.debug("request %s: %s", next(iter(flow.requests)), flow.story[-1])
+
+    def _watch(self, request: OpenRequest) -> None:
+        """Fail a request whose time is over, that has got no token for too long, or whose patience is over; else set a
+        timer for the earliest moment that this may be so. Tokens do not touch the timer."""
+        if request not in self._open:
+            return
+        if request.timer is not None:
+            request.timer.cancel()
+        now, flow = self._clock(), request.flow
+        over_at = request.deadline + _BUDGET_GRACE_S
+        silent_at = max(request.opened_at, flow.generation.waterfall.last_token_at) + self._silence_s
+        hopeless = [(want.hopeless_at, want) for want in flow.wants if want.hopeless_at is not None]
+        hopeless_at, want = min(hopeless, key=itemgetter(0), default=(math.inf, None))
+        left_s = min(over_at, silent_at, hopeless_at + self._patience_s) - now
+        if left_s > 0:
+            request.timer = asyncio.get_running_loop().call_later(left_s, self._watch, request)
+        elif want is not None and hopeless_at + self._patience_s <= now:
+            self._settle(request, self.placement.give_up(want, request, self._patience_s))
+        else:
+            why = f"no token has come for {self._silence_s:g} s"
+            if over_at <= now:
+                why = "the request's time ran out at the gateway"
+            self._settle(request, flow.fail(Cause.DEADLINE, f"{why}; last: {flow.story[-1:]}"))
+
+    # --- what the links report (`gateway.dispatch.links.Requests`) -------------------------------------------------
+
+    def keys_at(self, address: str) -> set[RequestKey]:
+        """The requests that a worker holds, as far as they know."""
+        return {key for request in self._open for key in request.flow.keys_at(address)}
+
+    def on_step(self, address: str, message: StepTokens) -> None:
+        """Give each sequence its token."""
+        for tokens in self._rows.deliver(address, message, self._clock()):
+            self.on_request(address, tokens)
+
+    def on_request(self, address: str, message: RequestMessage) -> None:
+        """Handle a message about one request."""
+        request = self._by_id.get(message.request)
+        found = None if request is None else request.flow.attempts.find(message.key, address)
+        if request is None or found is None:
+            self._num_stale_messages += 1
+            return
+        attempt, assignment = found
+        if isinstance(message, Timings):
+            request.flow.generation.waterfall.measured(attempt.key, message)
+        elif self._is_early(attempt, message):
+            # Wait for the gateway's own verdict on that worker: if it has crashed, its requests are suspects.
+            asyncio.get_running_loop().call_later(RECONNECT_S, self.on_request, address, message)
+        else:
+            self._note(request, attempt, assignment, message)
+            self._settle(request, request.flow.on_message(attempt, assignment, message))
+
+    def on_resync(self, address: str, listed: frozenset[RequestKey], known: frozenset[RequestKey]) -> None:
+        """Handle the loss of messages to or from a worker."""
+        for request in list(self._open):
+            for attempt, assignment in request.flow.attempts.at(address):
+                if assignment.key in listed:
+                    is_known = assignment.key in known
+                    self._settle(request, request.flow.on_resync(attempt, assignment, known=is_known))
+
+    def on_loss(self, address: str, why: str, crash: Crash | None) -> None:
+        """Handle the loss of what a worker has."""
+        for request in list(self._open):
+            self._settle(request, request.flow.worker_lost(address, why, crash))
+
+    def on_load(self, address: str) -> None:
+        """Let sequences leave a worker that drains."""
+        if self.placement.candidates.may_leave(address):
+            self.placement.leaving.begin(address, self._open)
+
+    # --- the pump ------------------------------------------------------------------------------------------------
+
+    def _settle(self, request: OpenRequest, actions: Iterable[FlowAction]) -> None:
+        """Carry out what a flow has decided, and all that follows."""
+        for action in actions:
+            self._carry_out(request, action)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Let the placement decide, a few times in each turn of the event loop, so that other tasks need not wait for
+        all that wait or leave. Costs nothing while nothing has changed, however many there are."""
+        while self._left_of_turn and (decided := self.placement.next(self._clock())) is not None:
+            if self._left_of_turn == _MOST_A_TURN:
+                asyncio.get_running_loop().call_soon(self._next_turn)
+            self._left_of_turn -= 1
+            for request, action in decided:
+                self._carry_out(request, action)
+
+    def _next_turn(self) -> None:
+        self._left_of_turn = _MOST_A_TURN
+        self.look_again()
+
+    def _carry_out(self, request: OpenRequest, action: FlowAction | Hopeless) -> None:
+        match action:
+            case SendToWorker(assignment, message):
+                number = self.links.send(assignment.life.address, message)
+                if number is not None and isinstance(message, Prefill | Decode):
+                    self.placement.gave(request, assignment, message, number, self._clock())
+                    self.recovery.trials[message.suspicion] += 1
+            case Deliver():
+                self._deliver(request, action)
+            case DeliverPrompt(delta):
+                request.mailbox.put(delta)
+            case PlacementRequest():
+                self._want(request, action)
+            case Unwanted(want):
+                self.placement.waiting.discard(want)
+            case AttemptBegan(attempt):
+                self._began(request, attempt)
+            case AssignmentOver(assignment):
+                self.placement.over(assignment, self._clock())
+                self._rows.remove(assignment.handles)
+            case Hopeless():
+                asyncio.get_running_loop().call_soon(self._watch, request)
+            case Done() | Fail():
+                request.mailbox.put(action)
+
+    def _deliver(self, request: OpenRequest, deliver: Deliver) -> None:
+        delta, now = deliver.delta, self._clock()
+        self.placement.answered(request, now)
+        failed_at = request.flow.generation.waterfall.tokens(deliver.attempt, delta.choice, deliver.role, now)
+        if failed_at is not None:
+            self.recovery.resume.observe(now - failed_at)
+        request.mailbox.put(delta)
+
+    def _want(self, request: OpenRequest, want: PlacementRequest) -> None:
+        """Let choices wait for workers, from now on or after `want.delay_s`."""
+        if request.fingerprint is not None:  # they had workers before
+            choices = [choice.index for choice in want.choices]
+            why = request.flow.story[-1]
+            request.expected = None
+            fields = request.about("failed_over", want.key, choices=choices, why=why)
+            log.warning("request %s goes on elsewhere: %s", want.key.request, why, extra=fields)
+            request.flow.generation.waterfall.failed(choices, self._clock())
+        if want.delay_s > 0:
+            asyncio.get_running_loop().call_later(want.delay_s, self._delay_over, request, want)
+        else:
+            self.placement.waiting.add(want, request)
+
+    def _delay_over(self, request: OpenRequest, want: PlacementRequest) -> None:
+        if request.flow.running:
+            self.placement.waiting.add(want, request)
+            self.look_again()
+
+    def _began(self, request: OpenRequest, attempt: Attempt) -> None:
+        self._by_id[attempt.key.request] = request
+        prefill = attempt.prefill
+        request.flow.generation.waterfall.began(
+            attempt.key,
+            attempt.choices,
+            attempt.begun_at,
+            decode=attempt.decode.life.address,
+            prefill=None if prefill is None else prefill.life.address,
+            moving=attempt.moving is not None,
+            takes_over=prefill is not None and prefill.key != attempt.key,
+        )
+        self._rows.add(request, attempt)
+
+    # --- what messages show --------------------------------------------------------------------------------------
+
+    def _is_early(self, attempt: Attempt, message: RequestMessage) -> bool:
+        """Whether a decode worker reports its source lost before this gateway has decided that itself."""
+        if not isinstance(message, Failed) or message.cause is not Cause.WORKER_LOST:
+            return False
+        source = attempt.moving or attempt.prefill
+        return source is not None and self.links.may_have_crashed(source.life.address)
+
+    def _note(self, request: OpenRequest, attempt: Attempt, assignment: Assignment, message: Message) -> None:
+        """Count a handoff or a move that succeeds or fails with this message, and note what a refusal says of the
+        worker."""
+        address, first = assignment.life.address, not attempt.decode_has_spoken
+        if isinstance(message, Tokens) and assignment.role is Role.DECODE and first:
+            if attempt.prefill is not None:
+                self.handoffs[attempt.prefill.life.address, address] += 1
+            if attempt.moving is not None:
+                self.recovery.moves["moved"] += 1
+                fields = request.about("moved", assignment.key, choice=message.choice, decode=address)
+                log.info("request %s: choice %d has moved", assignment.key.request, message.choice, extra=fields)
+                last_at = request.flow.generation.waterfall.last_token_of(message.choice)
+                self.recovery.pause.observe(self._clock() - last_at)
+        elif isinstance(message, Failed):
+            if attempt.moving is not None and first:
+                self.recovery.moves["stayed"] += 1
+            # A refusal concerns the worker's other requests too. Two do not: no room for a sequence that already runs
+            # elsewhere, and too many waiting for one more to be admitted.
+            full = message.cause is Cause.CAPACITY and attempt.admitted and attempt.moving is None
+            if full or message.cause is Cause.DRAINING:
+                self._registry.declined(address, message.cause)
+
+    # --- results -------------------------------------------------------------------------------------------------
+
+    def worker_views(self) -> Collection[WorkerView]:
+        """All workers of the registry."""
+        return self._registry.workers.values()
+
+    def open_flows(self) -> list[Flow]:
+        """The open requests, oldest first."""
+        return [request.flow for request in self._open]
+
+    @property
+    def num_stale_messages(self) -> int:
+        """Messages about requests that had ended here."""
+        return self._num_stale_messages + self._rows.num_stale
+
+    def collect(self) -> Iterable[Metric]:
+        """Current values of the Prometheus metrics (`prometheus_client.registry.Collector`)."""
+        yield from self.links.collect()
+        yield gauge("baton_gateway_flows", "Requests between workers and clients.", len(self._open))
+        for name, text, value in (
+            ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
+            ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
+            ("gaps", "Token frames that came before an earlier one.", self.num_gaps),
+            ("handoffs", "Sequences that a decode worker took over from a prefill worker.", self.handoffs.total()),
+        ):
+            yield counter(f"baton_gateway_{name}", text, value)
+        yield from self.placement.collect(self._clock())
+        yield from self.recovery.collect()

@@ -1,0 +1,319 @@
+"""The links to the workers: which workers there are, their sessions, and what each message of a worker changes.
+
+Life cycle of a worker here:
+
+    named or listed ──► linked: Hello is repeated ──► session open ──► session over: linked, or
+                                                                   ──► forgotten, because it is listed no more
+
+What a message says of the worker itself is kept here: its load in the registry, its cache in the prefix index, its
+suspects in `_trials`. Everything about requests goes to their holder (`Requests`), which never calls back meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+import zmq.asyncio
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from common.contract.errors import FingerprintMismatchError
+from common.contract.ids import Incarnation, RequestKey
+from common.contract.messages import (
+    Abort,
+    CacheEvents,
+    Drain,
+    Heartbeat,
+    Hello,
+    HelloRefused,
+    Message,
+    Phase,
+    RequestMessage,
+    Resume,
+    Role,
+    StepTokens,
+    Trial,
+    Welcome,
+)
+from common.runtime.channel import RECONNECT_S, ControlClient
+from common.runtime.clock import Clock, Pulse
+from common.runtime.curve import CurveKeys
+from common.runtime.probes import counter, gauge
+from gateway.serving.suspicion import Crash
+from gateway.workers.discovery import Endpoint
+from gateway.workers.prefix_index import PrefixIndex
+from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
+
+log = logging.getLogger(__name__)
+
+
+class Requests(Protocol):
+    """The holder of all open requests, as the links need it."""
+
+    def keys_at(self, address: str) -> set[RequestKey]:
+        """The requests that a worker holds, as far as they know."""
+
+    def on_step(self, address: str, message: StepTokens) -> None:
+        """A decode worker has completed a step."""
+
+    def on_request(self, address: str, message: RequestMessage) -> None:
+        """A worker tells of one request."""
+
+    def on_resync(self, address: str, listed: frozenset[RequestKey], known: frozenset[RequestKey]) -> None:
+        """Messages to or from a worker were lost. Of the requests `listed` in the Hello it still has those `known`."""
+
+    def on_loss(self, address: str, why: str, crash: Crash | None) -> None:
+        """Nothing more comes of what a worker has; `crash` if its process has died."""
+
+    def on_load(self, address: str) -> None:
+        """A worker has told its load."""
+
+    def look_again(self) -> None:
+        """Other workers may be usable now."""
+
+
+class Links:
+    """A link to each worker of the registry (`common.runtime.channel.ClientHandler`)."""
+
+    def __init__(
+        self,
+        me: Incarnation,
+        registry: Registry,
+        index: PrefixIndex,
+        requests: Requests,
+        clock: Clock,
+        pulse: Pulse,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        self._me = me
+        self._registry = registry
+        self._index = index
+        self._requests = requests
+        self._clock = clock
+        self._pulse = pulse
+        self._keys = keys
+        self._context = zmq.asyncio.Context()
+        self._links: dict[str, ControlClient] = {}
+        self._linking: dict[asyncio.Task[None], ControlClient] = {}
+        self._listed: dict[str, frozenset[RequestKey]] = {}
+        """Worker → requests in the last Hello to it; its Welcome says which of these, and only these, it knows."""
+        self._trials: dict[str, Trial] = {}
+        """Worker → its last `Trial`: the suspects, if any, for which the engine computes its steps."""
+        self._usable = asyncio.Event()
+        self._follows = False
+        """Whether workers are discovered. Discovered workers may be of another version for a while, and are refused."""
+        self._broken: asyncio.Future[None] | None = None
+        """Set while `run` is running. It fails, and `run` with it, if a link ends because of a bug, or if workers do
+        not fit together from the start."""
+
+    # --- the workers there are -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep links to every worker until cancelled.
+
+        Raises `FingerprintMismatchError` if workers turn out not to fit together before each role had a usable worker.
+        A misfit that is discovered, comes later, or occurs while requests are served is logged, and the worker is
+        refused.
+        """
+        self._broken = asyncio.get_running_loop().create_future()
+        for address in self._registry.workers:
+            self._link(address)
+        try:
+            await self._broken
+        finally:
+            self._broken = None
+            tasks = list(self._linking)
+            for task in tasks:
+                task.cancel()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                self._context.destroy(linger=100)
+
+    async def wait_usable(self) -> None:
+        """Wait until a worker of each role is usable."""
+        await self._usable.wait()
+
+    def follow(self, role: Role, endpoints: Collection[Endpoint]) -> None:
+        """Replace the list of all workers of a role (`gateway.workers.discovery.Tell`). A worker that is no longer
+        listed gets no new work, may finish what it has, and is forgotten when its session ends."""
+        self._follows = True
+        listed = {each.address: each for each in endpoints}
+        for address, endpoint in listed.items():
+            worker = self._registry.workers.get(address)
+            if worker is not None and (worker.role, worker.identity) != (role, endpoint.identity):
+                self._forget(address, "its address is another worker's now")
+                worker = None
+            if worker is None:
+                self._registry.add(role, endpoint)
+                if self._broken is not None:
+                    self._link(address)
+        self._registry.relist(role, {each.address: each.serving for each in endpoints})
+        for worker in list(self._registry.workers.values()):
+            if not worker.listed and worker.incarnation is None:
+                self._forget(worker.address, "it is not listed any more")
+        self._workers_changed()
+
+    def _link(self, address: str) -> None:
+        link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse, self._keys)
+        self._links[address] = link
+        task = asyncio.create_task(link.run())
+        self._linking[task] = link
+        task.add_done_callback(self._on_link_end)
+
+    def _on_link_end(self, task: asyncio.Task[None]) -> None:
+        link = self._linking.pop(task)
+        if self._broken is not None and not self._broken.done() and not task.cancelled():
+            self._broken.set_exception(task.exception() or AssertionError(f"the link to {link.address} has ended"))
+
+    def _forget(self, address: str, why: str) -> None:
+        """Remove a worker that no longer exists."""
+        link = self._links.pop(address, None)
+        if link is not None:
+            if self._registry.workers[address].incarnation is not None:
+                self._session_over(link, why, crashed=False)
+            link.retire()
+            next(task for task, of in self._linking.items() if of is link).cancel()
+        self._registry.remove(address)
+
+    def _workers_changed(self) -> None:
+        if not self._registry.missing():
+            self._usable.set()
+        self._requests.look_again()
+
+    # --- sending -------------------------------------------------------------------------------------------------
+
+    def send(self, address: str, message: Message) -> int | None:
+        """Send a message; returns its number within the session. None if the worker is forgotten."""
+        link = self._links.get(address)
+        if link is None:
+            return None
+        link.send(message)
+        return link.num_sent
+
+    def tell(self, address: str, *, drain: bool) -> bool:
+        """Tell a worker to drain, or to serve again. False if it cannot be reached."""
+        if self._registry.workers[address].incarnation is None:
+            return False
+        self._links[address].send(Drain() if drain else Resume())
+        return True
+
+    def may_have_crashed(self, address: str) -> bool:
+        """Whether a worker's connection has broken, and it is not known yet whether it has crashed."""
+        link = self._links.get(address)
+        return link is not None and link.broken
+
+    # --- events from workers (`common.runtime.channel.ClientHandler`) ----------------------------------------------
+
+    def hello(self, link: ControlClient) -> Hello:
+        """The Hello to a worker: this gateway, and the requests that the worker holds for it. Requests that it has not
+        been sent yet are left out."""
+        self._listed[link.address] = listed = frozenset(self._requests.keys_at(link.address)) - link.unsent_work
+        return Hello(role=Role.GATEWAY, fingerprint=None, open_requests=tuple(listed))
+
+    def on_open(self, link: ControlClient, welcome: Welcome) -> None:
+        """Handle the opening of a worker's session."""
+        assert link.worker is not None
+        try:
+            self._registry.opened(link.address, link.worker, welcome)
+        except FingerprintMismatchError as error:
+            serves = any(worker.in_flight for worker in self._registry.workers.values())
+            if self._follows or self._usable.is_set() or serves:
+                log.error("worker refused: %s", error)
+            elif self._broken is not None and not self._broken.done():  # the first of several misfits is enough
+                self._broken.set_exception(error)
+            return
+        log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
+        for request, attempt in set(welcome.open_requests) - self._requests.keys_at(link.address):
+            link.send(Abort(request=request, attempt=attempt))  # it has ended here since the Hello
+        self._workers_changed()
+
+    def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
+        """Handle the loss of messages to or from a worker."""
+        self._registry.resynced(link.address)
+        self._trials.pop(link.address, None)
+        self._requests.on_resync(link.address, self._listed[link.address], frozenset(welcome.open_requests))
+
+    def on_message(self, link: ControlClient, message: Message) -> None:
+        """Handle a message from a worker."""
+        if isinstance(message, StepTokens):
+            self._requests.on_step(link.address, message)
+        elif isinstance(message, RequestMessage):
+            self._requests.on_request(link.address, message)
+        elif isinstance(message, Heartbeat):
+            if self._registry.heartbeat(link.address, message, self._clock()):
+                log.error("the engine of %s makes no progress: what it has goes elsewhere", link.address)
+                self._lose(link.address, "its engine makes no progress", crashed=False)
+            self._requests.on_load(link.address)
+            self._workers_changed()
+        elif isinstance(message, Trial):
+            self._trials[link.address] = message
+        elif isinstance(message, CacheEvents) and link.worker is not None:
+            self._index.apply(WorkerLife(link.address, link.worker), message)
+
+    def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
+        """Handle the end of a worker's session."""
+        self._session_over(link, why, crashed=crashed)
+        if not self._registry.workers[link.address].listed:
+            self._forget(link.address, why)
+        self._workers_changed()
+
+    def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
+        """Handle a worker's refusal of this gateway."""
+        log.error("%s refuses this gateway: %s", link.address, refused.message)
+        # This refusal has ended the session, and with it the worker may have been forgotten.
+        if self._links.get(link.address) is link:
+            self._registry.refuses(link.address, refused.message)
+
+    def _session_over(self, link: ControlClient, why: str, *, crashed: bool) -> None:
+        self._registry.lost(link.address)
+        if link.worker is not None:
+            self._index.forget(WorkerLife(link.address, link.worker))
+        self._lose(link.address, why, crashed=crashed)
+
+    def _lose(self, address: str, why: str, *, crashed: bool) -> None:
+        trial = self._trials.pop(address, Trial(num_requests=0, requests=()))
+        # The channel has noticed the loss only now. Work sent in the meantime has never reached the worker.
+        at = self._clock() - RECONNECT_S
+        crash = Crash(at, trial.num_requests, frozenset(trial.requests)) if crashed else None
+        self._requests.on_loss(address, why, crash)
+
+    # --- results -------------------------------------------------------------------------------------------------
+
+    def workers(self) -> list[dict[str, object]]:
+        """State of each worker for operators; JSON values only."""
+        return [
+            {
+                "id": worker.address,
+                "role": worker.role.value,
+                "phase": worker.load.phase.value if worker.load else None,
+                "safe_to_delete": worker.load is not None and worker.load.phase is Phase.DRAINED,
+                "usable": worker.usable,
+                "transport": worker.welcome.transport if worker.welcome else None,
+                "refused": worker.refused,
+                "restarts": worker.restarts,
+                "in_flight": worker.in_flight,
+                "blocks_used": worker.load.blocks_used if worker.load else None,
+                "blocks_total": worker.load.blocks_total if worker.load else None,
+            }
+            for worker in self._registry.workers.values()
+        ]
+
+    def collect(self) -> Iterable[Metric]:
+        """Metrics of the workers, and of what they tell of their caches."""
+        roles, index = (Role.PREFILL, Role.DECODE), self._index
+        usable = GaugeMetricFamily("baton_gateway_workers_usable", "Workers that may be given work.", labels=["role"])
+        for role in roles:
+            usable.add_metric([role], len(self._registry.usable(role)))
+        yield usable
+        restarts = {role.value: self._registry.num_restarts[role] for role in roles}
+        text = "Times that a worker's address was another process's."
+        yield counter("baton_gateway_worker_restarts", text, restarts, "role")
+        yield gauge("baton_gateway_prefix_blocks", "Cached blocks that workers have told of.", index.num_blocks)
+        yield gauge("baton_gateway_prefix_names", "Blocks in the prefix index, whoever holds them.", index.num_names)
+        text = "Blocks dropped from the full prefix index."
+        yield counter("baton_gateway_prefix_names_forgotten", text, index.num_forgotten)

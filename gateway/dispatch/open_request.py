@@ -1,0 +1,72 @@
+"""An open request: a flow, and the client task that reads what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.contract.block_hashes import BlockChain, BlockHash
+from common.contract.ids import RequestKey
+from common.contract.kv_layout import Fingerprint
+from common.runtime.logs import about
+from gateway.dispatch.mailbox import Mailbox
+from gateway.dispatch.router import Cached, Expected
+from gateway.serving.flow import Flow
+from gateway.serving.flow_actions import Done, Fail
+from gateway.serving.generation import Delta, Generation, PromptDelta
+
+ClientMailbox = Mailbox[Delta | PromptDelta | Done | Fail]
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A flow, and the client task that waits for it. When what happened is in the generation's waterfall."""
+
+    flow: Flow
+    block_size: int
+    block_hashes: Sequence[BlockHash]
+    """Hashes of the full blocks of the prompt without its last token, which is computed in any case."""
+    fingerprint: Fingerprint | None = None
+    """Fingerprint of the workers that the request began on; it continues only on workers with the same one."""
+    cached: Cached = field(default_factory=dict)
+    """Leading prompt tokens that each worker had cached when the request was last placed."""
+    expected: Expected | None = None
+    """Times expected when the request was admitted; None after its first token."""
+    timer: asyncio.TimerHandle | None = None
+    """Timer for the earliest moment at which its time may be over."""
+    mailbox: ClientMailbox = field(default_factory=Mailbox)
+    """Events for the client, bounded by the request: at most one delta for each prompt and output token, and one
+    end."""
+
+    @classmethod
+    def of(cls, generation: Generation, block_size: int) -> OpenRequest:
+        """A request that has just come."""
+        chain = BlockChain(block_size, generation.cache_salt)
+        # The last token is computed in any case, because its logits are needed.
+        chain.extend(generation.token_ids, len(generation.token_ids) - 1)
+        return cls(Flow(generation), block_size, chain.hashes)
+
+    @property
+    def opened_at(self) -> float:
+        """Monotonic seconds at which the dispatcher received it."""
+        opened_at = self.flow.generation.waterfall.opened_at
+        assert opened_at is not None
+        return opened_at
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic seconds at which the request's budget ends."""
+        return self.opened_at + self.flow.generation.budget_s
+
+    def budget_s(self, now: float) -> float:
+        """Seconds that are left of its budget, for a worker: more than 0."""
+        return max(0.001, self.deadline - now)
+
+    def about(
+        self, event: str, key: RequestKey, more: Callable[[], Mapping[str, object]] = dict, /, **fields: object
+    ) -> dict[str, Any]:
+        """Extra fields of a log line about an attempt. `id` is the request's id as the client knows it."""
+        request_id = self.flow.generation.waterfall.request_id
+        return about(event, more, id=request_id, request=key.request, attempt=key.attempt, **fields)

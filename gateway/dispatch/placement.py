@@ -1,0 +1,278 @@
+"""Placement: from a want of a request to an attempt at workers, and the account of what workers were given. Pure.
+
+Life cycle of a want here:
+
+    waits ──► looked at ──► placed: an attempt begins, or the request is refused
+     ▲            │
+     │            ▼
+     └──────── parked: no worker takes it now
+
+`next` decides on one want or one leaving sequence, and returns what the flow decides. Nothing here calls out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from common.contract.errors import Cause
+from common.contract.messages import Decode, Prefill, Role
+from common.contract.tiers import Tier
+from common.runtime.probes import counter
+from gateway.dispatch.candidates import Candidates, Rebind, Route
+from gateway.dispatch.leaving import Leaving
+from gateway.dispatch.open_request import OpenRequest
+from gateway.dispatch.router import Handoff, Local, LocalPrefill, Router
+from gateway.dispatch.ttft_limits import TtftLimits
+from gateway.dispatch.waiting import Waiting
+from gateway.serving.attempt import Assignment
+from gateway.serving.flow_actions import FlowAction, PlacementRequest
+from gateway.serving.generation import Refusal
+from gateway.workers.prefix_index import PrefixIndex
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import Given
+
+log = logging.getLogger(__name__)
+
+DEGRADED = "degraded: no prefill worker is usable, and decode workers compute the prompts"
+
+
+class Hopeless(NamedTuple):
+    """Action: no worker exists that could take a want now or later; the request's patience begins."""
+
+    want: PlacementRequest
+
+
+Decided = Sequence[tuple[OpenRequest, FlowAction | Hopeless]]
+"""What follows, in order, each with its request."""
+
+
+class Placement:
+    """The wants that wait, the sequences that leave, and the work given to workers."""
+
+    def __init__(
+        self, registry: Registry, router: Router, index: PrefixIndex, ttft_limits: TtftLimits | None = None
+    ) -> None:
+        """Without `ttft_limits` no request is refused because of expected times."""
+        self._registry = registry
+        self._index = index
+        self._ttft_limits = ttft_limits
+        self.candidates = Candidates(registry, router)
+        self.waiting = Waiting()
+        """Choices that wait for workers."""
+        self.leaving = Leaving()
+        """Running sequences that are to leave draining decode workers."""
+        self._given: dict[Assignment, Given] = {}
+        """Work given to workers and not over yet."""
+        self._looked_at = 0
+        """The registry's epoch at the last look at all waiting choices."""
+        self._moved_last = False
+        self._degraded = False
+        """Whether a request has been routed while no prefill worker was usable, and none has been usable since."""
+        self.num_prefix_hints = 0
+        self.num_local_prefills: Counter[LocalPrefill] = Counter()
+        self._num_refused: Counter[tuple[Role, Tier]] = Counter()
+        """Requests refused for their expected times, by the role that they would have waited for, and tier."""
+
+    # --- decisions -----------------------------------------------------------------------------------------------
+
+    def next(self, now: float) -> Decided | None:
+        """Decide on the next waiting choices or the next leaving sequence, in turns if there are both; None if there is
+        nothing to decide. Costs nothing while nothing has changed, however many choices wait."""
+        if self._looked_at != self._registry.epoch:
+            self._looked_at = self._registry.epoch
+            self.waiting.look_again()
+        waiting = self.waiting.next(self._registry.takes)
+        if waiting is None and not self.leaving:
+            return None
+        self._moved_last = waiting is None or (bool(self.leaving) and not self._moved_last)
+        if waiting is None or self._moved_last:
+            return self._move_one(now)
+        want, request = waiting
+        return [(request, action) for action in self._decide(want, request, now)]
+
+    def give_up(self, want: PlacementRequest, request: OpenRequest, patience_s: float) -> list[FlowAction]:
+        """End a request that has waited `patience_s` while no suitable worker existed."""
+        flow = request.flow
+        if want.refusal is not None and self.candidates.all_too_small(want, request.fingerprint):
+            return flow.fail(want.refusal.cause, want.refusal.message)
+        why = f"no decode worker has been usable for {patience_s:.1f} s"
+        if flow.story:  # none yet if a new request has only waited to be looked at
+            why = f"{why}; before: {flow.story[-1]}"
+        return flow.fail(Cause.WORKER_LOST, why)
+
+    def answered(self, request: OpenRequest, now: float) -> None:
+        """Learn from an admitted request that has its first token, or will never have one."""
+        expected, request.expected = request.expected, None
+        if expected is not None and self._ttft_limits is not None:
+            generation = request.flow.generation
+            came_at = generation.waterfall.arrived_at or request.opened_at
+            self._ttft_limits.observe(generation.tier, expected, now - came_at, now)
+
+    # --- assignments ---------------------------------------------------------------------------------------------
+
+    def gave(
+        self, request: OpenRequest, assignment: Assignment, work: Prefill | Decode, number: int, now: float
+    ) -> None:
+        """Record the work that message `number` of a session, just sent, gives to a worker."""
+        computes = isinstance(work, Prefill) or work.source is None
+        decodes = isinstance(work, Decode)
+        given = self._given[assignment] = Given(
+            number=number,
+            tier=work.tier,
+            num_tokens=len(work.token_ids) - request.cached.get(assignment.life, 0) if computes else 0,
+            num_sequences=len(work.choices) if decodes else 0,
+            num_blocks=-(-len(work.token_ids) // request.block_size) if decodes else 0,
+            at=now,
+        )
+        self._registry.took(assignment.life.address, given)
+
+    def over(self, assignment: Assignment, now: float) -> None:
+        """Record that a worker has nothing more to do for an assignment."""
+        given = self._given.pop(assignment, None)
+        self._registry.left(assignment.life.address, assignment.life.incarnation, given, now)
+
+    # --- internal steps ------------------------------------------------------------------------------------------
+
+    def _decide(self, want: PlacementRequest, request: OpenRequest, now: float) -> Sequence[FlowAction | Hopeless]:
+        """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
+        flow, fits = request.flow, request.fingerprint
+        able = self.candidates.able(want, fits)
+        refused = not able and want.refusal is not None and not want.admitted
+        if not refused and (not able or (want.admitted and all(worker.full for worker in able))):
+            lives = frozenset(worker.life for worker in able)
+            self.waiting.park(want, flow.generation.tier.rank, lives)
+            return self._note_hope(want, request, now)
+        self.waiting.discard(want)
+        if refused:
+            assert want.refusal is not None
+            return flow.fail(want.refusal.cause, want.refusal.message)
+        if want.offer is not None and not self.candidates.stands(want):
+            return flow.without_offer(want)
+        return self._route(want, request, now)
+
+    def _note_hope(self, want: PlacementRequest, request: OpenRequest, now: float) -> Sequence[Hopeless]:
+        """Let choices wait until the request's deadline, or, if no suitable worker exists, as long as its patience
+        lasts."""
+        if want.admitted and self.candidates.hope(want, request.fingerprint):
+            want.hopeless_at = None
+        elif want.hopeless_at is None:
+            want.hopeless_at = now
+            return [Hopeless(want)]
+        return []
+
+    def _route(self, want: PlacementRequest, request: OpenRequest, now: float) -> Sequence[FlowAction]:
+        flow, generation = request.flow, request.flow.generation
+        # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
+        num_blocks = self._index.longest(request.block_hashes) if flow.report.complete else {}
+        request.cached = {life: num * request.block_size for life, num in num_blocks.items()}
+        beside = flow.beside(want)
+        route = self.candidates.choose(want, generation.tier, request.cached, now, request.fingerprint, beside)
+        assert route is not None, "there are decode workers for it"
+        route, refusal = self._let_in(want, request, route, now)
+        if generation.waterfall.route is dict and not isinstance(route, Rebind):
+            generation.waterfall.route = route.explain
+        if refusal is not None:
+            return flow.fail(Cause.CAPACITY, refusal.message)
+        return self._go(want, request, route, now)
+
+    def _let_in(
+        self, want: PlacementRequest, request: OpenRequest, route: Route, now: float
+    ) -> tuple[Route, Refusal | None]:
+        """Where a request goes, and why it is refused, if it is. That is decided once for each request: its other
+        prompts follow the first, and failovers are let in. The best route may be one with a wait, so before a refusal
+        the route with the least wait is tried."""
+        generation, limits = request.flow.generation, self._ttft_limits
+        admittance = generation.admittance
+        if limits is None or admittance.decided or isinstance(route, Rebind):
+            admittance.decided = True
+            return route, admittance.refusal
+        admittance.decided = True
+        tier = generation.tier
+        admittance.refusal = limits.refusal(tier, route.expected, now)
+        if admittance.refusal is not None:
+            other = self.candidates.choose(want, tier, request.cached, now, request.fingerprint, least_wait=True)
+            if isinstance(other, Handoff | Local) and limits.refusal(tier, other.expected, now) is None:
+                route, admittance.refusal = other, None
+        if admittance.refusal is None:
+            request.expected = route.expected
+            return route, None
+        turn = isinstance(route, Handoff) and route.expected.waits_for_turn
+        self._num_refused[Role.PREFILL if turn else Role.DECODE, tier] += 1
+        return route, admittance.refusal
+
+    def _go(self, want: PlacementRequest, request: OpenRequest, route: Route, now: float) -> Sequence[FlowAction]:
+        flow = request.flow
+        prefill = route.prefill.life if isinstance(route, Handoff) else None
+        prefix = route.prefix if isinstance(route, Handoff) else None
+        if isinstance(route, Local):
+            self.num_local_prefills[route.reason] += 1
+        elif prefix is not None:
+            self.num_prefix_hints += 1
+        self._note_degradation()
+        if request.fingerprint is None and route.decode.welcome is not None:
+            request.fingerprint = route.decode.welcome.fingerprint
+        actions = flow.go(want, route.decode.life, prefill, request.budget_s(now), prefix, now=now)
+        source = prefill if want.offer is None else want.offer.life
+        fields = request.about(
+            "routed",
+            want.key,
+            lambda: {"why": flow.generation.waterfall.route()},
+            prefill=None if source is None else source.address,
+            decode=route.decode.address,
+        )
+        log.info("request %s: %s", want.key.request, flow.story[-1], extra=fields)
+        return actions
+
+    def _note_degradation(self) -> None:
+        degraded = Role.PREFILL in self._registry.missing()
+        if degraded and not self._degraded:
+            log.warning("%s", DEGRADED)
+        elif self._degraded and not degraded:
+            log.info("a prefill worker is usable again")
+        self._degraded = degraded
+
+    def _move_one(self, now: float) -> Decided:
+        """Let a decode worker pull a running sequence from a draining one, if a worker with room exists."""
+        leaver = self.leaving.next(self.candidates.may_leave)
+        if leaver is None:
+            return []
+        request, choice, generation = leaver.request, leaver.choice, leaver.request.flow.generation
+        most_tokens = len(generation.token_ids) + generation.sampling.max_tokens
+        address = leaver.attempt.decode.life.address
+        refuge = self.candidates.refuge(address, choice, most_tokens, request.fingerprint)
+        if refuge is None:
+            return []  # there may be room for a shorter sequence
+        actions = request.flow.move(leaver.attempt, choice, refuge.life, request.budget_s(now), now=now)
+        return [(request, action) for action in actions]
+
+    # --- results -------------------------------------------------------------------------------------------------
+
+    def collect(self, now: float) -> Iterable[Metric]:
+        """Metrics of routes and refusals."""
+        text = "Prefills told of a worker that has the prompt's beginning."
+        yield counter("baton_gateway_prefix_hints", text, self.num_prefix_hints)
+        local = {reason.value: self.num_local_prefills[reason] for reason in LocalPrefill}
+        text = "Requests whose prompt a decode worker computes."
+        yield counter("baton_gateway_local_prefills", text, local, "reason")
+        refused = CounterMetricFamily(
+            "baton_gateway_refused",
+            "Requests refused for what they would have had to wait, by what there was too little of.",
+            labels=["role", "tier"],
+        )
+        for role, tier in itertools.product((Role.PREFILL, Role.DECODE), Tier):
+            refused.add_metric([role, tier], self._num_refused[role, tier])
+        yield refused
+        if self._ttft_limits is not None:
+            margins = GaugeMetricFamily(
+                "baton_gateway_admission_margin", "Share of the time allowed that may be waited for.", labels=["tier"]
+            )
+            for tier in Tier:
+                margins.add_metric([tier], self._ttft_limits.margin(tier, now))
+            yield margins

@@ -1,0 +1,73 @@
+"""The choices that decode workers generate, by the handles in `StepTokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from common.contract.ids import Handle
+from common.contract.messages import StepTokens, Tokens
+from gateway.dispatch.open_request import ClientMailbox, OpenRequest
+from gateway.serving.attempt import Attempt
+from gateway.serving.choice import Choice
+from gateway.serving.generation import Delta
+from gateway.serving.waterfall import Leg
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """What a token of a choice leads to."""
+
+    address: str
+    attempt: Attempt
+    choice: Choice
+    leg: Leg
+    mailbox: ClientMailbox
+    shortcut: Callable[[Delta], bool] | None
+
+
+class TokenRows:
+    """Handle → choice, of the decode workers' assignments that are not over."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Handle, _Row] = {}
+        self.num_stale = 0
+        """Tokens of choices that had ended."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, request: OpenRequest, attempt: Attempt) -> None:
+        """Expect tokens of an attempt, which has begun in the waterfall."""
+        decode, generation, mailbox = attempt.decode, attempt.generation, request.mailbox
+        for handle, choice in zip(decode.handles, attempt.choices.values(), strict=True):
+            leg = generation.waterfall.leg(attempt.key, choice.index)
+            self._rows[handle] = _Row(decode.life.address, attempt, choice, leg, mailbox, generation.shortcut)
+
+    def remove(self, handles: Iterable[Handle]) -> None:
+        """Expect no more tokens with these handles."""
+        for handle in handles:
+            self._rows.pop(handle, None)
+
+    def deliver(self, address: str, message: StepTokens, now: float) -> list[Tokens]:
+        """Give each client the token of its sequence. Most tokens need nothing else; the others are returned, for the
+        flows to decide."""
+        rows, rest = self._rows, []
+        for handle, position, token_id in zip(message.handles, message.positions, message.token_ids, strict=True):
+            row = rows.get(handle)
+            if row is None or row.address != address:
+                self.num_stale += 1
+                continue
+            choice, leg = row.choice, row.leg
+            if leg.first_at is not None and row.attempt.take(choice, position, token_id):
+                leg.last_at = now
+                delta = Delta(choice.index, (token_id,))
+                if row.shortcut is None or not row.mailbox.waited_for or not row.shortcut(delta):
+                    row.mailbox.put(delta)
+                continue
+            request, attempt = row.attempt.key
+            token_ids = (token_id,)
+            rest.append(
+                Tokens(request=request, attempt=attempt, choice=choice.index, position=position, token_ids=token_ids)
+            )
+        return rest

@@ -1,0 +1,74 @@
+"""What the client of a request has: the tokens of each choice, and the log probabilities of the prompt.
+
+Several attempts may bring them; each position is accepted once. A choice also knows what has failed it. Pure state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.contract.messages import Suspicion
+from gateway.serving.suspicion import TRIAL_TOKENS, Share, suspicion_after
+from gateway.workers.worker_life import WorkerLife
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One choice as its client has it."""
+
+    index: int
+    token_ids: list[int]
+    """The prompt, and every token that the client has."""
+    ended: bool = False
+    num_failures: int = 0
+    """Failed attempts since its last token."""
+    num_bugs: int = 0
+    """Failed attempts since its last token whose worker reported an internal error."""
+    num_crashes: int = 0
+    """Workers that crashed with this choice while they computed everybody's steps together."""
+    suspicion: Suspicion = Suspicion.NONE
+    innocent_at: int = 0
+    """Position at which the choice is no longer suspected."""
+    avoid: set[WorkerLife] = field(default_factory=set)
+    """Workers that have failed it since its last token."""
+    too_small: set[WorkerLife] = field(default_factory=set)
+    """Workers that have said that they can never hold it."""
+
+    @property
+    def next_position(self) -> int:
+        """Position of the next token for the client."""
+        return len(self.token_ids)
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it may be what crashed a worker."""
+        return self.suspicion is not Suspicion.NONE
+
+    def progressed(self) -> None:
+        """Forget the failures before its new tokens; the suspicion only once enough have come."""
+        self.num_failures = self.num_bugs = 0
+        self.avoid.clear()
+        if self.ended or self.next_position >= self.innocent_at:
+            self.suspicion = Suspicion.NONE
+
+    def suspect(self, share: Share) -> None:
+        """Note the loss of a worker that had it."""
+        if share not in (Share.NONE, Share.STOOD_BY):
+            self.suspicion = suspicion_after(self.suspicion, share)
+            self.num_crashes += share is Share.PERHAPS
+            self.innocent_at = self.next_position + TRIAL_TOKENS
+
+
+@dataclass(slots=True, eq=False)
+class PromptReport:
+    """The client's log probabilities of the prompt."""
+
+    end: int
+    """End of the positions that the client wants; 0 for none."""
+    next_position: int = 1
+    """Position of the next log probability for the client. The first token has none."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has all that it wants."""
+        return self.next_position >= self.end

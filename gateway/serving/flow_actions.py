@@ -1,0 +1,76 @@
+"""What a flow decides (`gateway.serving.flow`); whoever holds the flow carries it out, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.contract.errors import Cause
+from common.contract.ids import RequestKey
+from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.choice import Choice
+from gateway.workers.worker_life import WorkerLife
+
+
+@dataclass(slots=True, eq=False)
+class PlacementRequest:
+    """Choices that want workers: call `Flow.go` once these are chosen."""
+
+    key: RequestKey
+    choices: tuple[Choice, ...]
+    avoid: frozenset[WorkerLife] = frozenset()
+    """Workers that have just failed these choices."""
+    offer: Assignment | None = None
+    """A prefill worker's assignment whose offer still stands."""
+    delay_s: float = 0.0
+    too_small: frozenset[WorkerLife] = frozenset()
+    """Workers that can never hold these choices."""
+    most_tokens: int = 0
+    """Most tokens that one of these sequences can have in the end."""
+    admitted: bool = False
+    """Whether the request was admitted. An admitted request waits until a worker takes it."""
+    refusal: Fail | None = None
+    """How the request ends if no worker is left that may take it."""
+    hopeless_at: float | None = None
+    """When no worker was left that could take these choices now or later; None while there is one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence whose KV is wanted."""
+        return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
+
+
+class Unwanted(NamedTuple):
+    """Action: the request has ended, and these choices want workers no more."""
+
+    want: PlacementRequest
+
+
+class AttemptBegan(NamedTuple):
+    """Action: expect messages about this attempt."""
+
+    attempt: Attempt
+
+
+class AssignmentOver(NamedTuple):
+    """Action: a worker has nothing more to do for this assignment."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Terminal: every choice is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Terminal: the request failed."""
+
+    cause: Cause
+    message: str
+
+
+FlowAction = (
+    SendToWorker | Deliver | DeliverPrompt | PlacementRequest | Unwanted | AttemptBegan | AssignmentOver | Done | Fail
+)
