@@ -8,7 +8,6 @@ fail: it finds out every broken pool.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -283,7 +282,8 @@ class Broken(BlockPool):
 
     def _evict_first(self, first: list[int], num: int) -> list[int]:
         order = [*first, *(block for block in self._unreferenced if block not in first)]
-        self._unreferenced = OrderedDict.fromkeys(order)
+        self._unreferenced = type(self._unreferenced)()
+        self._unreferenced.extend(order)
         return super()._evict(num)
 
 
