@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 from common.runtime.config import ENV_PREFIX, DecodeSettings, GatewaySettings, PrefillSettings
-from common.runtime.ucx_exposure import allows_tcp
+from common.runtime.ucx import allows_tcp
 
 Object = dict[str, Any]
 ROLES: Mapping[str, type[BaseSettings]] = {

@@ -12,10 +12,6 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-_NUMBER = struct.Struct("<I")
-_REAL_BYTES = 4
-_LONG_BYTES = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -35,17 +31,17 @@ class Packed:
 
 def packed_numbers(least: int, most: int) -> Packed:
     """A field of `least` to `most` numbers below 2^32, little-endian."""
-    return Packed(_pack_numbers, _unpack_numbers, least * _NUMBER.size, most * _NUMBER.size)
+    return _array("I", _unpack, least, most)
 
 
 def packed_longs(least: int, most: int) -> Packed:
     """A field of `least` to `most` numbers below 2^64, little-endian."""
-    return Packed(_pack_longs, _unpack_longs, least * _LONG_BYTES, most * _LONG_BYTES)
+    return _array("Q", _unpack, least, most)
 
 
 def packed_reals(least: int, most: int) -> Packed:
     """A field of `least` to `most` finite single-precision numbers, little-endian."""
-    return Packed(_pack_reals, _unpack_reals, least * _REAL_BYTES, most * _REAL_BYTES)
+    return _array("f", _unpack_reals, least, most)
 
 
 def packed_names(size: int, least: int, most: int) -> Packed:
@@ -53,38 +49,25 @@ def packed_names(size: int, least: int, most: int) -> Packed:
     return Packed(b"".join, partial(_unpack_names, size), least * size, most * size)
 
 
-def _pack_numbers(numbers: tuple[int, ...]) -> bytes:
-    if len(numbers) == 1:  # the common case: one token of one sequence in each step
-        return _NUMBER.pack(numbers[0])
-    return struct.pack(f"<{len(numbers)}I", *numbers)
+def _array(kind: str, unpack: Callable[[str, bytes], tuple[Any, ...]], least: int, most: int) -> Packed:
+    """A field of numbers of a kind of `struct`."""
+    size = struct.calcsize(f"<{kind}")
+    return Packed(partial(_pack, kind), partial(unpack, kind), least * size, most * size)
 
 
-def _unpack_numbers(data: bytes) -> tuple[int, ...]:
-    if len(data) == _NUMBER.size:
-        return _NUMBER.unpack(data)
-    if len(data) % _NUMBER.size:
-        raise ValueError(f"{len(data)} bytes are not numbers of {_NUMBER.size} bytes each")
-    return struct.unpack(f"<{len(data) // _NUMBER.size}I", data)
+def _pack(kind: str, numbers: tuple[Any, ...]) -> bytes:
+    return struct.pack(f"<{len(numbers)}{kind}", *numbers)
 
 
-def _pack_longs(numbers: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{len(numbers)}Q", *numbers)
+def _unpack(kind: str, data: bytes) -> tuple[Any, ...]:
+    size = struct.calcsize(f"<{kind}")
+    if len(data) % size:
+        raise ValueError(f"{len(data)} bytes are not numbers of {size} bytes each")
+    return struct.unpack(f"<{len(data) // size}{kind}", data)
 
 
-def _unpack_longs(data: bytes) -> tuple[int, ...]:
-    if len(data) % _LONG_BYTES:
-        raise ValueError(f"{len(data)} bytes are not numbers of {_LONG_BYTES} bytes each")
-    return struct.unpack(f"<{len(data) // _LONG_BYTES}Q", data)
-
-
-def _pack_reals(numbers: tuple[float, ...]) -> bytes:
-    return struct.pack(f"<{len(numbers)}f", *numbers)
-
-
-def _unpack_reals(data: bytes) -> tuple[float, ...]:
-    if len(data) % _REAL_BYTES:
-        raise ValueError(f"{len(data)} bytes are not numbers of {_REAL_BYTES} bytes each")
-    numbers = struct.unpack(f"<{len(data) // _REAL_BYTES}f", data)
+def _unpack_reals(kind: str, data: bytes) -> tuple[float, ...]:
+    numbers = _unpack(kind, data)
     if not all(map(math.isfinite, numbers)):
         raise ValueError("a number that is not finite")
     return numbers

@@ -1,18 +1,17 @@
 """What a device computes for the decoder, and how torch does it; the matrix products are those of the weights, or a
 kernel's that does what is beside them, too.
 
-Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, D head dimension, V vocabulary, R
-rows of logits, P of them that are sampled at random. `kv_layer` is one layer of the cache,
-`[num_blocks, K, 2, block_size, D]`.
+Shapes: T tokens, E hidden size, F outputs of a projection, H query heads, K KV heads, G = H / K, D head dimension, S
+slots of a sequence, V vocabulary, R rows of logits, P of them that are sampled at random. `kv_layer` is one layer of
+the cache, `[num_blocks, K, 2, block_size, D]`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding, scaled_dot_product_attention, silu
 from torch.nn.functional import rms_norm as normalize
 
 from common.engine.batch import Samples
@@ -118,8 +117,9 @@ class PlainProducts:
         return linear(x_TF)
 
 
-class TorchBackend(PlainProducts, ABC):
-    """All of it but attention, in the type of the weights, rounding where transformers does."""
+class TorchBackend(PlainProducts):
+    """All of it in the type of the weights, rounding where transformers does. It is what a CPU computes without kernels
+    in C, and what every kernel is tested against."""
 
     def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
         """See `Backend.embed`."""
@@ -152,9 +152,11 @@ class TorchBackend(PlainProducts, ABC):
         self.write(kv_layer, k_TKD, v_TKD, batch)
         return q_THD
 
-    @abstractmethod
     def write(self, kv_layer: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: RaggedBatch) -> None:
         """Store the keys and values of the batch's tokens in their slots."""
+        where = (batch.slot_blocks_T, batch.slot_offsets_T)
+        kv_layer[:, :, 0].transpose(1, 2).index_put_(where, k_TKD)
+        kv_layer[:, :, 1].transpose(1, 2).index_put_(where, v_TKD)
 
     def rotate(
         self, qkv_TF: torch.Tensor, num_heads: int, num_kv_heads: int, norms: Norms | None, eps: float, angles: Angles
@@ -170,6 +172,32 @@ class TorchBackend(PlainProducts, ABC):
             qk = torch.cat((q_THD, k_TKD), dim=1)
         rotated = rotate(qk, angles)
         return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_heads + num_kv_heads :]
+
+    def attend(
+        self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
+    ) -> torch.Tensor:
+        """See `Backend.attend`. One slice after another, each over the blocks that some token of it sees."""
+        _, num_kv_heads, _, size, head_dim = kv_layer.shape
+        q_TKGD = q_THD.reshape(q_THD.shape[0], num_kv_heads, -1, head_dim)
+        out_TKGD = torch.empty_like(q_TKGD)
+        end = 0
+        for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+            begin, end = end, end + query_len
+            first = 0 if window is None else max(0, seq_len - query_len - window + 1) // size
+            table = batch.block_tables_BM[row, first : -(-seq_len // size)]
+            k_KSD, v_KSD = kv_layer.permute(2, 1, 0, 3, 4).index_select(2, table).flatten(2, 3)
+            keys_S = torch.arange(first * size, first * size + k_KSD.shape[1], device=q_THD.device)
+            distance = batch.positions_T[begin:end, None] - keys_S
+            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            if query_len == 1:  # the query heads of a KV head are its queries, so its keys are read once
+                q_1KGD, k_1KSD, v_1KSD = q_TKGD[begin:end], k_KSD[None], v_KSD[None]
+                out_TKGD[begin:end] = scaled_dot_product_attention(q_1KGD, k_1KSD, v_1KSD, visible, scale=scale)
+                continue
+            q_KGTD = q_TKGD[begin:end].permute(1, 2, 0, 3)
+            k_KGSD, v_KGSD = (each[:, None].expand(-1, q_KGTD.shape[1], -1, -1) for each in (k_KSD, v_KSD))
+            out_KGTD = scaled_dot_product_attention(q_KGTD, k_KGSD, v_KGSD, visible, scale=scale)
+            out_TKGD[begin:end] = out_KGTD.permute(2, 0, 1, 3)
+        return out_TKGD.flatten(1, 2)
 
     def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
         """See `Backend.silu_mul`."""

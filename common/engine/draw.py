@@ -13,8 +13,6 @@ import torch
 from common.engine.batch import Samples
 from common.engine.philox import uniforms
 
-_TOP_P_CANDIDATES = 256
-"""Number of the most likely tokens in which the cutoff of top-p is searched, before whole rows are sorted."""
 _HIDDEN = float("-inf")
 
 
@@ -71,29 +69,11 @@ def _hide_below_top_k(x_PV: torch.Tensor, top_k_P1: torch.Tensor) -> torch.Tenso
 
 def _hide_beyond_top_p(x_PV: torch.Tensor, top_p_P1: torch.Tensor) -> torch.Tensor:
     """Keep the fewest largest values of each row whose probabilities reach p, and values equal to the last of them."""
-    top_p_P1 = top_p_P1.float()
-    total_P1 = x_PV.logsumexp(dim=-1, keepdim=True)
-    largest = x_PV.topk(min(_TOP_P_CANDIDATES, x_PV.shape[1]), dim=-1).values
-    cutoff_P1, reached_P = _top_p_cutoff(largest, total_P1, top_p_P1)
-    flat = torch.nonzero(~reached_P)[:, 0]
-    if flat.numel():
-        everything = x_PV[flat].sort(dim=-1, descending=True).values
-        cutoff_P1[flat], _ = _top_p_cutoff(everything, total_P1[flat], top_p_P1[flat])
-    return x_PV.masked_fill_(x_PV < cutoff_P1, _HIDDEN)
-
-
-def _top_p_cutoff(
-    largest: torch.Tensor, total_P1: torch.Tensor, top_p_P1: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cutoff of top-p, `[P, 1]`, and whether it was found, `[P]` bool.
-
-    `largest` holds the largest values of each row, in descending order. The cutoff is the value whose probability lets
-    the sum of probabilities reach p. It is found if the sum over all of `largest` reaches p.
-    """
-    probabilities = (largest - total_P1).exp()
-    mass = probabilities.cumsum(dim=-1)
-    last_P1 = ((mass - probabilities < top_p_P1).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # p may round to 0
-    return largest.gather(1, last_P1), mass[:, -1] >= top_p_P1[:, 0]
+    largest = x_PV.sort(dim=-1, descending=True).values
+    probabilities = largest.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    last_P1 = ((before < top_p_P1.float()).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # p may round to 0
+    return x_PV.masked_fill_(x_PV < largest.gather(1, last_P1), _HIDDEN)
 
 
 def _hide_below_min_p(x_PV: torch.Tensor, min_p_P1: torch.Tensor) -> torch.Tensor:

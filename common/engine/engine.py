@@ -120,7 +120,21 @@ class Engine:
             with unchanged(folder):
                 # Hash every byte of the files while they are loaded: loading brings them into memory.
                 hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
-                runner = cls._load_runner(settings, folder, device, progress, swap_bytes, graph_seqs)
+                runner = load_runner(
+                    folder,
+                    kv_cache_bytes=settings.kv_cache_bytes,
+                    gpu_reserve_bytes=settings.gpu_reserve_bytes,
+                    swap_bytes=swap_bytes,
+                    block_size=settings.block_size,
+                    dtype=settings.dtype,
+                    device=device,
+                    progress=progress,
+                    cpu_kernels=settings.cpu_kernels,
+                )
+                if device == "cuda":
+                    if graph_seqs:
+                        runner.capture_graphs(graph_seqs, progress)
+                    runner.warm_up()
                 fingerprint = Fingerprint(
                     config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
                 )
@@ -137,32 +151,6 @@ class Engine:
         if runner.num_host_blocks:
             log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
         return cls(thread, runner, fingerprint, costs)
-
-    @staticmethod
-    def _load_runner(
-        settings: WorkerSettings,
-        folder: Path,
-        device: str,
-        progress: Callable[[int, int], None],
-        swap_bytes: int,
-        graph_seqs: int,
-    ) -> ModelRunner:
-        runner = load_runner(
-            folder,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            gpu_reserve_bytes=settings.gpu_reserve_bytes,
-            swap_bytes=swap_bytes,
-            block_size=settings.block_size,
-            dtype=settings.dtype,
-            device=device,
-            progress=progress,
-            cpu_kernels=settings.cpu_kernels,
-        )
-        if device == "cuda":
-            if graph_seqs:
-                runner.capture_graphs(graph_seqs, progress)
-            runner.warm_up()
-        return runner
 
     def submit(
         self,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -25,29 +24,19 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 """(destination, source)."""
 
 
-class Lane(Protocol):
-    """How copies are made."""
+class Lane:
+    """How copies are made: in the order of all other work, as a CPU does."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Start these copies, after everything queued on the device before."""
+        for to, source in copies:
+            to.copy_(source)
 
     def join(self) -> None:
         """Let everything queued on the device later wait for these copies."""
 
 
-class Inline:
-    """Copies in the order of all other work. This is how a CPU copies."""
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """See `Lane.copy`."""
-        for to, source in copies:
-            to.copy_(source)
-
-    def join(self) -> None:
-        """See `Lane.join`."""
-
-
-class SideStream:
+class SideStream(Lane):
     """Copies on a GPU's stream beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,7 +75,7 @@ class HostSwap:
         on_gpu = device.type == "cuda"
         if on_gpu and num_blocks:
             pin(self._slots)
-        self._lane = lane or (SideStream(device) if on_gpu else Inline())
+        self._lane = lane or (SideStream(device) if on_gpu else Lane())
         self._read: set[int] = set()
         """Blocks that are being copied to the host."""
         self._written: set[int] = set()

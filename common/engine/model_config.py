@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout
 from common.engine.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, yarn_attention_factor
+from common.runtime.checkpoint import read_config
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class ModelConfig:
         Raises `ModelNotSupportedError` for an architecture or a feature that the engine does not implement, and
         `OperatorError` for a folder that is missing or malformed.
         """
-        raw = _read_json(folder / "config.json")
+        raw = read_config(folder)
         architecture = _architecture(raw, folder)
         if raw.get("quantization_config") is not None:
             raise ModelNotSupportedError(f"{folder}: quantised checkpoints (quantization_config) are not supported")
@@ -162,16 +162,6 @@ class ModelConfig:
             block_size=block_size,
             dtype=dtype,
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise OperatorError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise OperatorError(f"{path} is not a JSON object")
-    return content
 
 
 def _architecture(raw: dict[str, Any], folder: Path) -> str:
@@ -281,8 +271,8 @@ def _scaling(parameters: dict[str, Any], folder: Path) -> Scaling | None:
 def _eos_token_ids(config: _Stated, folder: Path) -> frozenset[int]:
     """End-of-sequence tokens, chosen as `generate` does: those of `generation_config.json` if it states any, otherwise
     those of `config.json`."""
-    path = folder / "generation_config.json"
-    stated = _read_json(path).get("eos_token_id") if path.exists() else None
+    name = "generation_config.json"
+    stated = read_config(folder, name).get("eos_token_id") if (folder / name).exists() else None
     match config.eos_token_id if stated is None else stated:
         case None:
             _log.warning("%s names no end-of-sequence token: only max_tokens and stop tokens end a sequence", folder)

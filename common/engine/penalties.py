@@ -21,11 +21,10 @@ LastTokens = Callable[[], torch.Tensor]
 """Returns the last token of each row, `[N]` on the device."""
 
 
-def penalised(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens | None = None) -> torch.Tensor:
+def penalised(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens) -> torch.Tensor:
     """`logits_NV`, float32, less the penalties of their rows. The given tensor is not changed.
 
-    Without `last_tokens`, the last tokens are read from the samples' `token_ids`. Only the distinct tokens of each row
-    are sent to the device, and only their logits are changed.
+    Only the distinct tokens of each row are sent to the device, and only their logits are changed.
     """
     rows = [row for row, each in samples.special.items() if each.params.penalised]
     if not rows:
@@ -45,10 +44,7 @@ def penalised(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens
         torch.float32,
         device,
     )
-    if last_tokens is None:
-        last_W = to_device([each.token_ids[each.position - 1] for each in concerned], torch.int64, device)
-    else:
-        last_W = last_tokens()[rows_W]
+    last_W = last_tokens()[rows_W]
     of_W = torch.arange(len(rows), device=device)
     of_C = of_W.repeat_interleave(num_cells_W, output_size=total)
     nums_C = nums_C + (tokens_C == last_W[of_C]) * in_output_W[of_C]

@@ -1,4 +1,5 @@
-"""The tensors of one step: slices of many sequences side by side, without padding.
+"""The tensors of one step: slices of many sequences side by side, without padding. But for `RaggedBatch.follow`, nobody
+changes these objects once they are made.
 
 Shapes: T tokens of all slices, B slices, M blocks of the longest sequence, R rows of logits, N samples.
 """
@@ -17,7 +18,7 @@ from common.engine.batch import NO_SAMPLE, Decodes, Ints, Slice
 from common.engine.host_copy import to_device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RaggedBatch:
     """Slice `b` is tokens `[query_start_B1[b], query_start_B1[b + 1])` of the batch. They are the last ones of the
     `seq_lens_B[b]` tokens of its sequence.
@@ -59,13 +60,8 @@ class RaggedBatch:
         """The token before each row of logits, `[R]` int64."""
         return self.token_ids_T[self.logit_rows_R]
 
-    @classmethod
-    def of(cls, slices: Sequence[Slice], block_size: int, device: torch.device) -> RaggedBatch:
-        """Lay `slices` (at least one) out as tensors."""
-        return Rows.of(slices, block_size).on(device)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Rows:
     """A `RaggedBatch` that is still on the host: its tensors as int64 arrays, by name."""
 
@@ -148,7 +144,7 @@ class Rows:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Columns:
     """What `Rows.of` has to know of each of B slices."""
 
@@ -222,9 +218,9 @@ def _block_bytes(table: Sequence[int]) -> bytes:
 
 def _together(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     """The arrays on the device, by one copy. Each begins at a multiple of 16 bytes, which suits the kernels. On a CPU
-    the arrays themselves, where they are contiguous."""
+    the arrays themselves."""
     if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(each)) for each in arrays]
+        return list(map(torch.from_numpy, arrays))
     sizes = [each.size + each.size % 2 for each in arrays]
     flat = np.empty(sum(sizes), dtype=np.int64)
     begin = 0

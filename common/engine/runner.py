@@ -19,9 +19,8 @@ from common.contract.kv_layout import KVLayout
 from common.contract.messages import TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.backend import Backend
+from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import Chosen, Decodes, Sample, Sampled, Samples, Scored, Slice
-from common.engine.cpu_attention import CpuAttention
 from common.engine.grammar import Grammars
 from common.engine.graphs import DecodeGraphs
 from common.engine.host_copy import HostCopy, to_device
@@ -337,7 +336,7 @@ def _backend(device: torch.device, kernels: native.Kernels | None) -> Backend:
         from common.engine.kernels.backend import TritonBackend  # here, so that only a GPU needs triton
 
         return TritonBackend(device)
-    return CpuAttention() if kernels is None else NativeBackend(kernels)
+    return TorchBackend() if kernels is None else NativeBackend(kernels)
 
 
 def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:

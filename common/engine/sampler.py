@@ -122,7 +122,7 @@ def choose(
     samples: Samples,
     eos_token_ids: Collection[int],
     backend: Backend,
-    last_tokens: LastTokens | None = None,
+    last_tokens: LastTokens,
     likeliest: Likeliest | None = None,
 ) -> ChosenOnDevice:
     """Choose a token for each sample from its row of `logits_NV`. Does not change `logits_NV`, nor wait for the device.
@@ -130,8 +130,7 @@ def choose(
     In order: repetition, presence and frequency penalties; biases; what the grammars allow; no ending token before
     `min_tokens`; log probabilities; then the most likely token, or temperature, top-k, top-p, min-p and the inverse of
     the cumulative distribution at the random number of (seed, choice, position). `last_tokens` gives each row's token
-    before the one to come; without it these are the last ones of `token_ids`. `likeliest` is what is already known of
-    `logits_NV`; it counts if no row changes its logits.
+    before the one to come. `likeliest` is what is already known of `logits_NV`; it counts if no row changes its logits.
     """
     given_NV = logits_NV.float().contiguous()
     logits_NV = given_NV

@@ -89,14 +89,14 @@ def _download(hub_id: str, weights: bool) -> Path:
     return folder
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json`. Raises `OperatorError`."""
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """The object in a JSON file of a model's folder. Raises `OperatorError`."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise OperatorError(f"cannot read {folder / 'config.json'}: {error}") from error
+        raise OperatorError(f"{folder / name} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise OperatorError(f"{folder / 'config.json'} does not hold an object")
+        raise OperatorError(f"{folder / name} is not a JSON object")
     return config
 
 
@@ -138,13 +138,12 @@ def _canonical(config: dict[str, Any]) -> bytes:
 def weights_hash(folder: Path, num_threads: int = 1) -> str:
     """SHA-256 of every byte of the weights: over each file's name, its size and the digests of its 4 MiB pieces.
 
-    `num_threads` threads read and hash the pieces. Raises `OperatorError` if there are no weights, or if a file changes
-    while it is read.
+    `num_threads` threads read and hash the pieces. Raises `OperatorError` if there are no weights; `unchanged` notices
+    a file that changes meanwhile.
     """
     files = _weight_files(folder)
-    if not files:
+    if not any(path.suffix == ".safetensors" for path in files):
         raise OperatorError(f"model folder {folder} has no *.safetensors weights")
-    files += _indexes(folder)
     digest = hashlib.sha256()
     try:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as threads:
@@ -156,29 +155,20 @@ def weights_hash(folder: Path, num_threads: int = 1) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _indexes(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors.index.json"))
+    """The weights, and then what names their files."""
+    return [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.safetensors.index.json"))]
 
 
 def _hash_file(path: Path, digest: hashlib._Hash, threads: Executor) -> None:
     with path.open("rb", buffering=0) as file:
-        before = os.fstat(file.fileno())
-        digest.update(path.name.encode() + struct.pack("<Q", before.st_size))
+        size = os.fstat(file.fileno()).st_size
+        digest.update(path.name.encode() + struct.pack("<Q", size))
 
         def piece(offset: int) -> bytes:
-            content = os.pread(file.fileno(), _PIECE_BYTES, offset)
-            if len(content) != min(_PIECE_BYTES, before.st_size - offset):
-                raise OSError(f"{path.name} has become shorter while it was read")
-            return hashlib.sha256(content).digest()
+            return hashlib.sha256(os.pread(file.fileno(), _PIECE_BYTES, offset)).digest()
 
-        for each in threads.map(piece, range(0, before.st_size, _PIECE_BYTES)):
+        for each in threads.map(piece, range(0, size, _PIECE_BYTES)):
             digest.update(each)
-        after = path.stat()
-    if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
-        raise OperatorError(f"{path} has changed while it was read")
 
 
 @contextmanager
@@ -199,7 +189,7 @@ def _identities(folder: Path) -> dict[Path, tuple[int, int, int, int]]:
     """Device, inode, size and modification time (ns) of each hashed file that exists."""
     found = {}
     configs = [folder / name for name in ("config.json", *_TOKENIZER_PARTS)]
-    for path in (*configs, *_weight_files(folder), *_indexes(folder)):
+    for path in (*configs, *_weight_files(folder)):
         try:
             stat = path.stat()
         except OSError:

@@ -1,7 +1,7 @@
 """State machines as tables of the form {state: {event: next state}}.
 
 A table is total over what can happen: an event without a row in the present state is a bug, and raises with the story
-of the object. The diagrams in `docs/architecture/` are made from the tables (`diagram`).
+of the object. The diagrams in `docs/architecture/` are made from the tables.
 """
 
 from __future__ import annotations
@@ -24,16 +24,3 @@ def follow(table: Mapping[_State, Mapping[_Event, _State]], state: _State, event
     if after is None:
         raise ImpossibleTransitionError(f"{event} while {state}: {story}")
     return after
-
-
-def diagram(table: Mapping[_State, Mapping[_Event, _State]]) -> str:
-    """The table as a state diagram for Mermaid. The first state of the table is the initial one."""
-    rows = [f"    [*] --> {next(iter(table))}"]
-    for state, events in table.items():
-        names: dict[str, list[str]] = {}
-        for event, after in events.items():
-            names.setdefault(after, []).append(event)
-        rows += [f"    {state} --> {after}: {', '.join(each)}" for after, each in names.items()]
-        if not events:
-            rows.append(f"    {state} --> [*]")
-    return "\n".join(["```mermaid", "stateDiagram-v2", *rows, "```"])

@@ -33,8 +33,7 @@ from common.runtime.lifecycle import (
 )
 from common.runtime.logs import configure_logging
 from common.runtime.probes import Probed, ProbeServer
-from common.runtime.ucx_exposure import guard_memory
-from common.runtime.wire_guard import guard_allocator, guard_route
+from common.runtime.ucx import guard_allocator, guard_memory, guard_route
 from common.runtime.worker_packages import require_worker_packages
 
 log = logging.getLogger(__name__)

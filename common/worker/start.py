@@ -9,7 +9,7 @@ from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import PeerNetworks
-from common.runtime.wire_guard import guard_allocator, guard_route
+from common.runtime.ucx import guard_allocator, guard_route
 from common.runtime.worker_host import WorkerHost
 from common.worker.shell import Core, WorkerShell
 from kv_transfer.regions import Region

@@ -27,7 +27,7 @@ from common.contract.errors import Cause
 from common.contract.ids import RequestKey, new_incarnation, new_request_id
 from common.contract.messages import Decode, Failed, Prefill, PrefixHint, Source, Tokens
 from common.contract.sampling import SamplingParams
-from common.runtime.ucx_exposure import allows_tcp
+from common.runtime.ucx import allows_tcp
 
 STRANGER = new_incarnation()
 

@@ -12,7 +12,7 @@ from common.engine.kernels.backend import TritonBackend
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.tuning import Tuning
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import RaggedBatch, Rows
 from kernels.reference import TOLERANCE, attention, error
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
@@ -39,7 +39,7 @@ class Scene:
             Slice(token_ids=[0] * query_len, start=seq_len - query_len, block_table=table)
             for query_len, seq_len, table in lens
         ]
-        return RaggedBatch.of(slices, BLOCK_SIZE, self.device)
+        return Rows.of(slices, BLOCK_SIZE).on(self.device)
 
     def attend(self, backend: TritonBackend, batch: RaggedBatch, window: int | None = None) -> torch.Tensor:
         """The backend's."""

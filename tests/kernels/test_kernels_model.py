@@ -12,8 +12,7 @@ import torch
 from checkpoints import FAMILIES, VOCAB_SIZE
 
 from common.contract.sampling import SamplingParams
-from common.engine.attention import ReferenceAttention
-from common.engine.backend import Backend
+from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.graphs import Computed, DecodeGraphs, ladder
 from common.engine.host_swap import HostSwap
@@ -81,7 +80,7 @@ def test_tokens_are_those_of_the_reference(
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(5, VOCAB_SIZE, (size,), generator=generator).tolist() for size in (30, 17, 1)]
     folder = checkpoint(family)
-    expected = tokens_of(runner_of(folder, torch.device("cpu"), ReferenceAttention()), prompts, 6)
+    expected = tokens_of(runner_of(folder, torch.device("cpu"), TorchBackend()), prompts, 6)
     assert [len(each) for each in expected] == [5, 5, 4]
     assert tokens_of(runner_of(folder, device, TritonBackend(device)), prompts, 6) == expected
 
@@ -93,7 +92,7 @@ def test_products_of_few_rows_by_the_kernel_give_the_same_tokens(
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(5, VOCAB_SIZE, (size,), generator=generator).tolist() for size in (30, 17, 1)]
     folder = checkpoint(family)
-    expected = tokens_of(runner_of(folder, torch.device("cpu"), ReferenceAttention()), prompts, 4)
+    expected = tokens_of(runner_of(folder, torch.device("cpu"), TorchBackend()), prompts, 4)
     backend = TritonBackend(device)
     keep_rows(monkeypatch)
     runner = runner_of(folder, device, backend)

@@ -14,8 +14,7 @@ from checkpoints import VOCAB_SIZE
 from triton.runtime.interpreter import InterpretedFunction
 
 from common.contract.sampling import SamplingParams
-from common.engine.attention import ReferenceAttention
-from common.engine.backend import Backend
+from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import Sample, Slice
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
@@ -170,7 +169,7 @@ def test_no_step_meets_a_kernel_that_was_not_warmed_up(
 
 
 def test_the_cache_is_empty_after_the_warm_up(checkpoint: Callable[[str], Path]) -> None:
-    runner = runner_of(checkpoint("mistral"), ReferenceAttention())
+    runner = runner_of(checkpoint("mistral"), TorchBackend())
     written: list[bool] = []
     clear = runner.cache.clear
 

@@ -18,17 +18,15 @@ from transformers import AutoModelForCausalLM
 from common.contract.ids import RequestId, RequestKey
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.attention import ReferenceAttention
-from common.engine.backend import Backend
+from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.block_pool import BlockPool
-from common.engine.cpu_attention import CpuAttention
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
 from common.engine.native import Kernels
 from common.engine.native.backend import NativeBackend
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import Rows
 from common.engine.runner import ModelRunner, load_runner
 from common.engine.sequence import Sequence, finish_reason
 from common.engine.weights import load_weights
@@ -179,11 +177,7 @@ Backends = Callable[[Kernels | None], Backend]
 
 
 def in_torch(kernels: Kernels | None) -> Backend:
-    return CpuAttention()
-
-
-def reference(kernels: Kernels | None) -> Backend:
-    return ReferenceAttention()
+    return TorchBackend()
 
 
 def in_c(kernels: Kernels | None) -> Backend:
@@ -216,12 +210,12 @@ def logits_of_chunks(
     logits = torch.empty(0)
     for start in range(0, len(prompt), chunk):
         piece = Slice(token_ids=prompt[start : start + chunk], start=start, block_table=table, samples=(sample,))
-        logits = decoder.forward(RaggedBatch.of([piece], BLOCK_SIZE, cache.device), cache, backend(kernels))
+        logits = decoder.forward(Rows.of([piece], BLOCK_SIZE).on(cache.device), cache, backend(kernels))
     return logits[0]
 
 
 @pytest.mark.parametrize("variant", ["llama-llama3-rope", "qwen2-windows-from-layer-1", "qwen3-layer-types-tied"])
-@pytest.mark.parametrize("backend", [in_torch, reference, in_c])
+@pytest.mark.parametrize("backend", [in_torch, in_c])
 def test_logits_do_not_depend_on_chunks(checkpoint: Callable[[str], Path], variant: str, backend: Backends) -> None:
     folder = checkpoint(variant)
     (prompt,) = prompts((150,))
@@ -280,7 +274,7 @@ def test_bfloat16_is_close_to_transformers(
     cache = KVCache(config.layout(BLOCK_SIZE, "bfloat16"), 4, torch.device("cpu"))
     sample = Sample(params=SamplingParams(max_tokens=1), choice=0, position=0, token_ids=(), prompt_len=0)
     piece = Slice(token_ids=prompt, start=0, block_table=[2, 0, 3], samples=(sample,))
-    ours = decoder.forward(RaggedBatch.of([piece], BLOCK_SIZE, cache.device), cache, backend(kernels))[0]
+    ours = decoder.forward(Rows.of([piece], BLOCK_SIZE).on(cache.device), cache, backend(kernels))[0]
     with torch.no_grad():
         exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([prompt])).logits[0, -1]
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(torch.tensor([prompt]))

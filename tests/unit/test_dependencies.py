@@ -20,7 +20,7 @@ from common.contract.errors import OperatorError
 from common.runtime.worker_packages import require_worker_packages
 
 CORE = ("gateway", "common/contract", "common/runtime", "benchmarks/load")
-WORKER = ("prefill_worker", "decode_worker", "kv_transfer", "common/engine", "common/demo_model")
+WORKER = ("prefill_worker", "decode_worker", "kv_transfer", "common/engine")
 OWN = {"common", "gateway", "prefill_worker", "decode_worker", "kv_transfer", "benchmarks"}
 EXTRA_OF = {
     "gateway/observability/tracing.py": "otel",

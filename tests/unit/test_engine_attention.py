@@ -1,4 +1,4 @@
-"""Attention backends against the reference, and the reference against its definition."""
+"""Attention in torch against its definition."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.kv_layout import KVLayout
-from common.engine.attention import ReferenceAttention
+from common.engine.backend import TorchBackend
 from common.engine.batch import Slice
-from common.engine.cpu_attention import CpuAttention
 from common.engine.kv_cache import KVCache
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import RaggedBatch, Rows
 
 torch.set_num_threads(1)
 
@@ -36,9 +35,28 @@ def make(
     cache = KVCache(layout, sum(needed) + 2, CPU)
     for layer in range(3):
         cache.layer(layer).normal_(generator=generator)
-    batch = RaggedBatch.of(slices, block_size, CPU)
+    batch = Rows.of(slices, block_size).on(CPU)
     q_THD = torch.randn(batch.num_tokens, num_kv_heads * group, HEAD_DIM, generator=generator)
     return q_THD.to(cache.layer(0).dtype), cache, batch
+
+
+def defined(
+    q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
+) -> torch.Tensor:
+    """Attention by its definition: for each token and head, the softmax of scaled products with the keys it sees."""
+    out_THD, group = q_THD.clone(), q_THD.shape[1] // kv_layer.shape[1]
+    rows = [row for row, num in enumerate(batch.query_lens) for _ in range(num)]
+    for token, (row, position) in enumerate(zip(rows, batch.positions_T.tolist(), strict=True)):
+        seen = range(0 if window is None else max(0, position - window + 1), position + 1)
+        slots = [(int(batch.block_tables_BM[row, each // batch.block_size]), each % batch.block_size) for each in seen]
+        for head in range(q_THD.shape[1]):
+            keys, values = (
+                torch.stack([kv_layer[block, head // group, kind, slot] for block, slot in slots]).float()
+                for kind in (0, 1)
+            )
+            weights = (keys @ q_THD[token, head].float() * scale).softmax(dim=0)
+            out_THD[token, head] = weights @ values
+    return out_THD
 
 
 slices = st.one_of(
@@ -47,20 +65,20 @@ slices = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    spans=st.lists(slices, min_size=1, max_size=7),
-    num_kv_heads=st.sampled_from([1, 2, 3]),
-    group=st.sampled_from([1, 2, 7]),
+    spans=st.lists(slices, min_size=1, max_size=4),
+    num_kv_heads=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 2, 3]),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.one_of(st.none(), st.integers(1, 50)),
 )
-def test_cpu_attention_is_the_reference(
+def test_attention_is_as_defined(
     spans: list[tuple[int, int]], num_kv_heads: int, group: int, block_size: int, window: int | None
 ) -> None:
     q_THD, cache, batch = make(spans, num_kv_heads, group, block_size)
-    expected = ReferenceAttention().attend(q_THD, cache.layer(1), batch, window, 0.3)
-    ours = CpuAttention().attend(q_THD, cache.layer(1), batch, window, 0.3)
+    expected = defined(q_THD, cache.layer(1), batch, window, 0.3)
+    ours = TorchBackend().attend(q_THD, cache.layer(1), batch, window, 0.3)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -70,54 +88,34 @@ def test_writes_reach_their_slots_and_no_other(spans: list[tuple[int, int]], blo
     q_THD, cache, batch = make(spans, 2, 1, block_size)
     k_TKD, v_TKD = q_THD + 1, q_THD - 1
     _, other, _ = make(spans, 2, 1, block_size)
-    ReferenceAttention().write(other.layer(1), k_TKD, v_TKD, batch)
-    CpuAttention().write(cache.layer(1), k_TKD, v_TKD, batch)
+    slots = zip(batch.slot_blocks_T.tolist(), batch.slot_offsets_T.tolist(), strict=True)
+    for token, (block, offset) in enumerate(slots):
+        other.layer(1)[block, :, :, offset] = torch.stack((k_TKD[token], v_TKD[token]), dim=1)
+    TorchBackend().write(cache.layer(1), k_TKD, v_TKD, batch)
     for layer in range(3):
         assert torch.equal(cache.layer(layer), other.layer(layer))
-    block, offset = batch.slot_blocks_T[-1], batch.slot_offsets_T[-1]
-    assert torch.equal(cache.layer(1)[block, :, :, offset], torch.stack((k_TKD[-1], v_TKD[-1]), dim=1))
-
-
-def test_one_backend_serves_batch_after_batch_and_layers_with_unequal_windows() -> None:
-    ours = CpuAttention()
-    for spans in ([(5, 1), (60, 1)], [(5, 9), (3, 1)], [(70, 1)], [(0, 70)]):
-        q_THD, cache, batch = make(spans, 2, 2, 4)
-        for layer, window in ((0, None), (1, 6), (2, None), (1, 6)):
-            expected = ReferenceAttention().attend(q_THD, cache.layer(layer), batch, window, 0.3)
-            torch.testing.assert_close(ours.attend(q_THD, cache.layer(layer), batch, window, 0.3), expected)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_chunks_of_many_tiles_and_groups_beyond_the_gather_bound(window: int | None) -> None:
-    spans = [(3, 300), *((length, 1) for length in (290, 300, 310, 40, 295, 305, 41))]
-    q_THD, cache, batch = make(spans, 2, 2, 16)
-    expected = ReferenceAttention().attend(q_THD, cache.layer(1), batch, window, 0.3)
-    for gather_bytes in (1, 64 * 1024):
-        ours = CpuAttention(gather_bytes).attend(q_THD, cache.layer(1), batch, window, 0.3)
-        torch.testing.assert_close(ours, expected)
 
 
 def test_nothing_comes_from_other_sequences_blocks() -> None:
-    """A sequence that is padded to share a call with a longer one: only its own blocks are multiplied."""
     q_THD, cache, batch = make([(7, 1), (11, 1)], 2, 2, 4)
-    expected = ReferenceAttention().attend(q_THD, cache.layer(1), batch, None, 0.3)
+    expected = TorchBackend().attend(q_THD, cache.layer(1), batch, None, 0.3)
     own = batch.block_tables_BM[0, :2].tolist()
     for block in set(range(cache.num_blocks)) - set(own):
         cache.layer(1)[block] = float("nan")
-    ours = CpuAttention().attend(q_THD, cache.layer(1), batch, None, 0.3)
-    torch.testing.assert_close(ours[0], expected[0])
+    ours = TorchBackend().attend(q_THD, cache.layer(1), batch, None, 0.3)
+    assert torch.equal(ours[0], expected[0])
     assert bool(ours[1].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_is_close_to_the_reference(dtype: str) -> None:
+def test_low_precision_is_close(dtype: str) -> None:
     q_THD, cache, batch = make([(33, 1), (40, 1), (7, 20)], 2, 3, 16, dtype)
-    expected = ReferenceAttention().attend(q_THD, cache.layer(1), batch, None, 0.3)
-    ours = CpuAttention().attend(q_THD, cache.layer(1), batch, None, 0.3)
+    expected = defined(q_THD, cache.layer(1), batch, None, 0.3)
+    ours = TorchBackend().attend(q_THD, cache.layer(1), batch, None, 0.3)
     torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_the_reference_is_softmax_of_scaled_products() -> None:
+def test_attention_is_softmax_of_scaled_products() -> None:
     """One query head, one token at position 2 with a window of 2, by hand."""
     cache = KVCache(KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, dtype="float32"), 3, CPU)
     table = [2, 0]
@@ -127,8 +125,8 @@ def test_the_reference_is_softmax_of_scaled_products() -> None:
         block = cache.layer(0)[table[position // 2]]
         block[0, 0, position % 2] = torch.tensor(keys[position])
         block[0, 1, position % 2] = torch.tensor(values[position])
-    batch = RaggedBatch.of([Slice(token_ids=[0], start=2, block_table=table)], 2, CPU)
-    out = ReferenceAttention().attend(torch.tensor([[[1.0, 1.0]]]), cache.layer(0), batch, 2, 0.5)
+    batch = Rows.of([Slice(token_ids=[0], start=2, block_table=table)], 2).on(CPU)
+    out = TorchBackend().attend(torch.tensor([[[1.0, 1.0]]]), cache.layer(0), batch, 2, 0.5)
     left, right = math.exp(0.5 * 1.0), math.exp(0.5 * 2.0)
     expected = [(left * 1 + right * 3) / (left + right), (left * 2 + right * 5) / (left + right)]
     assert out[0, 0].tolist() == pytest.approx(expected)

@@ -18,12 +18,12 @@ from needs import require
 
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.attention import ReferenceAttention
+from common.engine.backend import TorchBackend
 from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
 from common.engine.native import Kernels, pack
 from common.engine.native.backend import NativeBackend
-from common.engine.ragged import RaggedBatch
+from common.engine.ragged import Rows
 from common.engine.rope import Rope, RopeConfig
 from common.engine.runner import load_runner
 
@@ -297,12 +297,12 @@ def test_slices_of_one_token_and_of_many(kernels: Kernels, lengths: tuple[int, .
         Slice(token_ids=[1] * length, start=start, block_table=list(range(4 * row, 4 * row + 4)))
         for row, (start, length) in enumerate(zip((10, 0, 40, 3, 0), lengths, strict=False))
     ]
-    batch = RaggedBatch.of(slices, 16, CPU)
+    batch = Rows.of(slices, 16).on(CPU)
     layer = torch.randn(20, 2, 2, 16, 32)
     q = torch.randn(batch.num_tokens, 6, 32)
     for window in (None, 7):
         ours = NativeBackend(kernels).attend(q, layer, batch, window, 0.2)
-        theirs = ReferenceAttention().attend(q, layer, batch, window, 0.2)
+        theirs = TorchBackend().attend(q, layer, batch, window, 0.2)
         assert distance(ours, theirs.double()) < TOLERANCE
 
 
@@ -336,7 +336,7 @@ def test_rotation(kernels: Kernels, head_dim: int, normalised: bool) -> None:
         assert distance(out, ref) < TOLERANCE
 
 
-class DoubleBackend(ReferenceAttention):
+class DoubleBackend(TorchBackend):
     """In float64."""
 
     def rotate(self, *arguments: Any) -> Any:
@@ -355,11 +355,11 @@ def test_writes_reach_their_slots_rounded_as_torch_does_it_and_no_other(kernels:
     qkv = values[torch.randint(len(values), (6, 7 * 24))]
     qkv.view(-1)[-312:] = values[torch.randperm(312)]
     slices = [Slice(token_ids=[1] * 6, start=3, block_table=[4, 1, 2])]
-    batch = RaggedBatch.of(slices, 4, CPU)
+    batch = Rows.of(slices, 4).on(CPU)
     k, v = qkv.view(6, 7, 24)[:, 3:5], qkv.view(6, 7, 24)[:, 5:]
     ours, theirs = (torch.full((5, 2, 3, 2, 4, 24), 7.0, dtype=dtype) for _ in range(2))
     kernels.write(ours[:, :, 1], k, v, batch.slot_blocks_T, batch.slot_offsets_T)
-    ReferenceAttention().write(theirs[:, :, 1], k, v, batch)
+    TorchBackend().write(theirs[:, :, 1], k.to(dtype), v.to(dtype), batch)
     assert torch.equal(ours.nan_to_num(-1.0, 100.0, -100.0), theirs.nan_to_num(-1.0, 100.0, -100.0))
     assert bool(theirs.isnan().any())
 

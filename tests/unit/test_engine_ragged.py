@@ -7,7 +7,7 @@ import torch
 
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
-from common.engine.ragged import RaggedBatch, Rows
+from common.engine.ragged import Rows
 
 CPU = torch.device("cpu")
 
@@ -58,14 +58,14 @@ def test_a_block_is_begun_if_its_first_slot_is_written_and_its_last_is_not(
     start: int, num: int, begun: list[int]
 ) -> None:
     piece = Slice(token_ids=[5] * num, start=start, block_table=[7, 2, 3])
-    assert RaggedBatch.of([piece], 4, CPU).begun_blocks.tolist() == begun
+    assert Rows.of([piece], 4).on(CPU).begun_blocks.tolist() == begun
 
 
 def test_a_slice_needs_tokens_and_their_blocks() -> None:
     with pytest.raises(AssertionError, match="without tokens"):
-        RaggedBatch.of([Slice(token_ids=[], start=4, block_table=[0, 1])], 4, CPU)
+        Rows.of([Slice(token_ids=[], start=4, block_table=[0, 1])], 4).on(CPU)
     with pytest.raises(AssertionError, match="blocks for slices that need"):
-        RaggedBatch.of([Slice(token_ids=[5], start=4, block_table=[0])], 4, CPU)
+        Rows.of([Slice(token_ids=[5], start=4, block_table=[0])], 4).on(CPU)
 
 
 def test_a_table_may_grow_while_it_is_read() -> None:
@@ -80,6 +80,6 @@ def test_a_table_may_grow_while_it_is_read() -> None:
     tables = [Growing("q", [7, 2]), Growing("q", [4])]
     slices = [Slice(token_ids=[5], start=start, block_table=table) for start, table in zip((5, 3), tables, strict=True)]
     for _ in range(2):
-        batch = RaggedBatch.of(slices, 4, CPU)
+        batch = Rows.of(slices, 4).on(CPU)
         assert batch.slot_blocks_T.tolist() == [2, 4]
         assert batch.block_tables_BM[0].tolist() == [7, 2]

@@ -21,7 +21,7 @@ from common.engine import native
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.engine import Engine, device_of
 from common.engine.engine_thread import EngineThread
-from common.engine.host_swap import Copy, HostSwap
+from common.engine.host_swap import Copy, HostSwap, Lane
 from common.engine.native.backend import NativeBackend
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
 from common.engine.token_counts import token_counts
@@ -45,7 +45,7 @@ def runner(folder: Path) -> ModelRunner:
     return load_runner(folder, kv_cache_bytes=2**16, block_size=BLOCK_SIZE, dtype="float32", swap_bytes=2**14)
 
 
-class LateLane:
+class LateLane(Lane):
     """Makes each copy at the last moment that is left to it: as slow as a stream beside the others can be."""
 
     def __init__(self, log: list[str]) -> None:
@@ -416,11 +416,11 @@ async def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32(
 ) -> None:
     seen: list[bool] = []
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         seen.append(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
         raise OperatorError("there is no GPU")
 
-    monkeypatch.setattr(Engine, "_load_runner", stop)
+    monkeypatch.setattr("common.engine.engine.load_runner", stop)
     products = torch.backends.cuda.matmul
     was = products.allow_bf16_reduced_precision_reduction
     products.allow_bf16_reduced_precision_reduction = True

@@ -23,14 +23,13 @@ from transformers import (
 
 from common.contract.errors import Cause
 from common.contract.sampling import SamplingParams
-from common.engine import native
-from common.engine.attention import ReferenceAttention
-from common.engine.backend import Backend
+from common.engine import native, sampler
+from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, SampledToken, Samples
 from common.engine.host_copy import HostCopy
 from common.engine.native.backend import NativeBackend
 from common.engine.philox import uniforms
-from common.engine.sampler import Likeliest, choose
+from common.engine.sampler import ChosenOnDevice, Likeliest
 
 torch.set_num_threads(1)
 
@@ -49,14 +48,14 @@ def ask(token_ids: list[int] | None = None, prompt_len: int = 1, choice: int = 0
     )
 
 
-backend: Backend = ReferenceAttention()
+backend: Backend = TorchBackend()
 
 
 @pytest.fixture(scope="module", autouse=True, params=["torch", "c"])
 def choose_backend(request: pytest.FixtureRequest) -> None:
     """Everything here is so for either."""
     global backend
-    backend = ReferenceAttention()
+    backend = TorchBackend()
     if request.param == "c":
         require("compiler")
         kernels = native.kernels()
@@ -64,12 +63,21 @@ def choose_backend(request: pytest.FixtureRequest) -> None:
         backend = NativeBackend(kernels)
 
 
-def sample(logits_NV: torch.Tensor, samples: list[Sample], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    return choose(logits_NV, Samples.of(samples), eos_token_ids, backend).chosen().outcomes()
+def choose(
+    logits_NV: torch.Tensor, samples: list[Sample], backend: Backend, likeliest: Likeliest | None = None
+) -> ChosenOnDevice:
+    def last_tokens() -> torch.Tensor:
+        return torch.tensor([each.token_ids[-1] for each in samples])
+
+    return sampler.choose(logits_NV, Samples.of(samples), EOS, backend, last_tokens, likeliest)
+
+
+def sample(logits_NV: torch.Tensor, samples: list[Sample]) -> list[Sampled]:
+    return choose(logits_NV, samples, backend).chosen().outcomes()
 
 
 def tokens_of(logits_NV: torch.Tensor, samples: list[Sample]) -> list[int]:
-    outcome = sample(logits_NV, samples, EOS)
+    outcome = sample(logits_NV, samples)
     assert all(isinstance(each, SampledToken) for each in outcome)
     return [each.token_id for each in outcome if isinstance(each, SampledToken)]
 
@@ -85,7 +93,7 @@ def support(logits_V: torch.Tensor, num: int = 3000, **params: Any) -> set[int]:
 
 
 def test_nothing_to_sample() -> None:
-    assert sample(torch.empty(0, VOCAB), [], EOS) == []
+    assert sample(torch.empty(0, VOCAB), []) == []
 
 
 @pytest.mark.parametrize("name", ["top_p", "min_p", "temperature"])
@@ -102,7 +110,7 @@ def test_greedy_takes_the_most_likely_token_and_leaves_the_logits() -> None:
     logits = random_logits(4)
     before = logits.clone()
     assert tokens_of(logits, [ask(temperature=0.0)] * 4) == before.argmax(dim=-1).tolist()
-    sample(logits, [ask(temperature=0.0, repetition_penalty=2.0), ask(), ask(min_tokens=9), ask(top_p=0.5)], EOS)
+    sample(logits, [ask(temperature=0.0, repetition_penalty=2.0), ask(), ask(min_tokens=9), ask(top_p=0.5)])
     assert torch.equal(logits, before)
 
 
@@ -219,7 +227,7 @@ def test_a_random_number_is_named_by_seed_choice_and_position() -> None:
 
 
 def test_no_upgrade_changes_seeded_output() -> None:
-    outcomes = sample(golden_logits(), golden_samples(), frozenset())
+    outcomes = sample(golden_logits(), golden_samples())
     assert outcomes == [SampledToken(token) for token in golden_tokens()]
 
 
@@ -247,10 +255,10 @@ def test_a_row_does_not_depend_on_its_company(data: st.DataObject, wanted: list[
     logits = random_logits(len(wanted), seed, vocab=400)
     histories = [data.draw(st.lists(st.integers(0, 399), min_size=2, max_size=8)) for _ in wanted]
     rows = [ask(tokens, prompt_len=2, **params) for tokens, params in zip(histories, wanted, strict=True)]
-    together = sample(logits, rows, EOS)
-    alone = [sample(logits[index : index + 1], [row], EOS)[0] for index, row in enumerate(rows)]
+    together = sample(logits, rows)
+    alone = [sample(logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
     assert together == alone
-    backwards = sample(logits.flip(0), rows[::-1], EOS)
+    backwards = sample(logits.flip(0), rows[::-1])
     assert backwards == together[::-1]
 
 
@@ -259,7 +267,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     tokens = [5, 9, 9, 13, 14]
     expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([tokens] * 3), logits.clone())
     row = ask(tokens, prompt_len=2, temperature=0.0, repetition_penalty=1.8, logprobs=20)
-    for outcome, wanted in zip(sample(logits, [row] * 3, EOS), expected, strict=True):
+    for outcome, wanted in zip(sample(logits, [row] * 3), expected, strict=True):
         assert_top(outcome, wanted)
 
 
@@ -270,7 +278,7 @@ def test_presence_and_frequency_penalties_concern_the_output() -> None:
     for token, count in {9: 3, 5: 1, 13: 1}.items():
         expected[token] -= 0.7 + 0.4 * count
     row = ask(tokens, prompt_len=2, temperature=0.0, presence_penalty=0.7, frequency_penalty=0.4, logprobs=20)
-    assert_top(sample(logits, [row], EOS)[0], expected)
+    assert_top(sample(logits, [row])[0], expected)
 
 
 def test_biases_are_added_to_logits_of_tokens_that_there_are() -> None:
@@ -283,7 +291,7 @@ def test_biases_are_added_to_logits_of_tokens_that_there_are() -> None:
     expected[banned] -= 100
     bias = ((3, 1.5), (banned, -100.0), (20, 100.0))
     rows = [ask(temperature=0.0, logit_bias=bias, logprobs=20), ask(temperature=0.0, logprobs=20)]
-    biased, plain = sample(logits, rows, EOS)
+    biased, plain = sample(logits, rows)
     assert_top(biased, expected)
     assert_top(plain, before[1])
     assert torch.equal(logits, before)
@@ -308,13 +316,13 @@ def test_a_grammar_leaves_the_tokens_that_it_allows(temperature: float) -> None:
     ]
     for row, allowed in ((0, bits(3, 17, 49)), (2, bits(5)), (3, bits(63))):
         rows[row].allowed = allowed
-    first, plain, only, none = choose(logits, Samples.of(rows), EOS, backend).chosen().outcomes()
+    first, plain, only, none = choose(logits, rows, backend).chosen().outcomes()
     assert isinstance(first, SampledToken)
     assert first.token_id in (3, 17, 49)
     assert first.logprobs is not None
     assert {token for token, _ in first.logprobs.top} == {3, 17, 49}
     assert sum(math.exp(logprob) for _, logprob in first.logprobs.top) == pytest.approx(1)
-    assert [plain] == sample(logits[1:2], [rows[1]], EOS)
+    assert [plain] == sample(logits[1:2], [rows[1]])
     assert only == SampledToken(5)
     assert isinstance(none, InvalidLogitsError), "bits beyond the vocabulary mean nothing"
     assert none.cause is Cause.INVALID, "it would be so everywhere"
@@ -357,7 +365,7 @@ def test_no_ending_token_before_min_tokens() -> None:
 def test_logprobs_come_before_temperature_and_filters() -> None:
     logits = random_logits(1)
     expected = logits[0].log_softmax(dim=-1)
-    (outcome,) = sample(logits, [ask(temperature=0.3, top_k=2, seed=5, logprobs=4)], EOS)
+    (outcome,) = sample(logits, [ask(temperature=0.3, top_k=2, seed=5, logprobs=4)])
     assert isinstance(outcome, SampledToken)
     assert outcome.logprobs is not None
     assert outcome.logprobs.logprob == pytest.approx(expected[outcome.token_id].item(), abs=1e-5)
@@ -367,7 +375,7 @@ def test_logprobs_come_before_temperature_and_filters() -> None:
 def test_logprobs_without_alternatives_and_without_hidden_tokens() -> None:
     logits = torch.full((2, VOCAB), float("-inf"))
     logits[:, :3] = torch.tensor([1.0, 2.0, 3.0])
-    none, few = sample(logits, [ask(temperature=0.0, logprobs=0), ask(temperature=0.0, logprobs=5, min_tokens=9)], EOS)
+    none, few = sample(logits, [ask(temperature=0.0, logprobs=0), ask(temperature=0.0, logprobs=5, min_tokens=9)])
     assert isinstance(none, SampledToken)
     assert none.logprobs is not None
     assert none.logprobs.top == ()
@@ -381,9 +389,9 @@ def test_logprobs_without_alternatives_and_without_hidden_tokens() -> None:
 def test_an_invalid_row_is_an_error_and_the_others_are_sampled(bad: float, temperature: float) -> None:
     logits = random_logits(3)
     row = ask(temperature=temperature, seed=3, top_p=0.9, logprobs=2)
-    expected = sample(logits, [row] * 3, EOS)
+    expected = sample(logits, [row] * 3)
     logits[1, 17] = bad
-    first, invalid, last = sample(logits, [row] * 3, EOS)
+    first, invalid, last = sample(logits, [row] * 3)
     assert (first, last) == (expected[0], expected[2])
     assert isinstance(invalid, InvalidLogitsError)
     assert "position 1" in str(invalid)
@@ -392,7 +400,7 @@ def test_an_invalid_row_is_an_error_and_the_others_are_sampled(bad: float, tempe
 def test_a_row_without_any_token_left_is_an_error() -> None:
     logits = torch.full((1, VOCAB), float("-inf"))
     logits[0, 2] = 0.0
-    (outcome,) = sample(logits, [ask(min_tokens=1)], EOS)
+    (outcome,) = sample(logits, [ask(min_tokens=1)])
     assert isinstance(outcome, InvalidLogitsError)
 
 
@@ -401,7 +409,7 @@ def test_bfloat16_logits() -> None:
     assert tokens_of(logits, [ask(temperature=0.0)] * 2) == logits.float().argmax(dim=-1).tolist()
 
 
-class Counting(ReferenceAttention):
+class Counting(TorchBackend):
     """Counts the searches for the most likely tokens."""
 
     num_searches = 0
@@ -440,9 +448,9 @@ def test_what_is_known_of_the_logits_changes_no_outcome(way: str, room: int) -> 
     logits[2, 9] = logits[2].max() + 1
     rows = [ask(**each) for each in params]
     counting = Counting()
-    expected = choose(logits, Samples.of(rows), EOS, counting)
+    expected = choose(logits, rows, counting)
     assert counting.num_searches == 1
-    chosen = choose(logits, Samples.of(rows), EOS, counting, likeliest=known(logits, room))
+    chosen = choose(logits, rows, counting, likeliest=known(logits, room))
     assert counting.num_searches == (1 if counts else 2)
     assert torch.equal(chosen.tokens_N, expected.tokens_N)
     assert chosen.chosen() == expected.chosen()
@@ -453,10 +461,10 @@ def test_a_row_that_is_known_to_be_invalid_says_so(bad: float) -> None:
     logits = random_logits(2)
     logits[1] = bad
     rows = [ask(temperature=0.0)] * 2
-    good, wrong = choose(logits, Samples.of(rows), EOS, backend, likeliest=known(logits, 4)).chosen().outcomes()
-    assert [good] == sample(logits[:1], rows[:1], EOS)
+    good, wrong = choose(logits, rows, backend, likeliest=known(logits, 4)).chosen().outcomes()
+    assert [good] == sample(logits[:1], rows[:1])
     assert isinstance(wrong, InvalidLogitsError)
-    assert str(wrong) == str(sample(logits[1:], rows[1:], EOS)[0])
+    assert str(wrong) == str(sample(logits[1:], rows[1:])[0])
 
 
 def test_the_outcome_of_a_greedy_batch_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,5 +477,5 @@ def test_the_outcome_of_a_greedy_batch_is_one_copy(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("common.engine.sampler.HostCopy", Copy)
     logits = random_logits(3)
-    choose(logits, Samples.of([ask(temperature=0.0)] * 3), EOS, backend, likeliest=known(logits, 4))
+    choose(logits, [ask(temperature=0.0)] * 3, backend, likeliest=known(logits, 4))
     assert [each.nbytes for each in copied] == [4 * 12]

@@ -215,7 +215,7 @@ def test_a_known_name_goes_before_a_folder(tmp_path: Path, monkeypatch: pytest.M
         (CONFIG | {"num_hidden_layers": "3"}, "num_hidden_layers: Input should be a valid integer"),
         (CONFIG | {"num_hidden_layers": True}, "num_hidden_layers: Input should be a valid integer"),
         (CONFIG | {"head_dim": -16}, "head_dim: Input should be greater than or equal to 1"),
-        ([CONFIG], "does not hold an object"),
+        ([CONFIG], "is not a JSON object"),
         (without("dtype"), "the model's dtype is none: choose one of float32, float16, bfloat16 by --dtype"),
         (CONFIG | {"dtype": "float8_e4m3fn"}, "the model's dtype is 'float8_e4m3fn': choose one"),
     ],

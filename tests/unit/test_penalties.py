@@ -72,7 +72,7 @@ def test_penalties_are_those_of_the_definition_to_the_last_bit(
         Sample(params=params, choice=0, position=len(tokens), token_ids=tokens, prompt_len=prompt_len)
         for (params, tokens), prompt_len in zip(rows, lens, strict=True)
     ]
-    got = penalised(logits, Samples.of(samples))
+    got = penalised(logits, Samples.of(samples), lambda: torch.tensor([tokens[-1] for _, tokens in rows]))
     for row, (params, tokens) in enumerate(rows):
         assert got[row].numpy().tolist() == by_definition(before[row].numpy(), tokens, lens[row], params).tolist()
     assert torch.equal(logits, before)

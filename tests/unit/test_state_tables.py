@@ -7,9 +7,9 @@ from enum import StrEnum
 from typing import Any
 
 import pytest
-from state_diagrams import PAGES, redrawn, tables
+from state_diagrams import PAGES, diagram, redrawn, tables
 
-from common.runtime.state_tables import ImpossibleTransitionError, diagram, follow
+from common.runtime.state_tables import ImpossibleTransitionError, follow
 from decode_worker.request import REQUEST_TABLE, STAGE_TABLE
 from kv_transfer.lease import LEASE_TABLE
 from kv_transfer.pull import PULL_TABLE

@@ -14,8 +14,8 @@ from benchmarks.figures import spread
 from benchmarks.results_page import part
 from benchmarks.step_overhead import READ_EVERY, Counts, SamplerTimes, TimedBackend, per_step
 from common.contract.sampling import SamplingParams
+from common.engine.backend import TorchBackend
 from common.engine.batch import Sample, Samples
-from common.engine.cpu_attention import CpuAttention
 
 
 def counts(at_s: float, steps: int, best_s: float, draw_s: float, num_reads: int) -> Counts:
@@ -39,7 +39,7 @@ def test_a_step_is_split_into_its_parts() -> None:
 
 
 def test_the_operations_of_a_backend_are_timed_and_not_changed() -> None:
-    backend, times = CpuAttention(), SamplerTimes()
+    backend, times = TorchBackend(), SamplerTimes()
     timed = TimedBackend(backend, times)
     logits_NV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=1.0, max_tokens=1, seed=3)

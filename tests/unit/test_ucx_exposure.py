@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.contract.errors import OperatorError
-from common.runtime import ucx_exposure
+from common.runtime import ucx
 from common.runtime.config import DecodeSettings, PrefillSettings, WorkerSettings
-from common.runtime.ucx_exposure import allows_tcp, guard_memory
+from common.runtime.ucx import allows_tcp, guard_memory
 
 Environment = dict[str, str]
 
@@ -19,7 +19,7 @@ Environment = dict[str, str]
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.LogCaptureFixture:
     """What is said, on a machine without RDMA."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(ucx_exposure, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(ucx, "RDMA_DEVICES", tmp_path)
     return caplog
 
 

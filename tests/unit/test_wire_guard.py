@@ -11,7 +11,7 @@ import pytest
 
 from common.contract.errors import OperatorError
 from common.runtime.config import DecodeSettings
-from common.runtime.wire_guard import guard_allocator, guard_route
+from common.runtime.ucx import guard_allocator, guard_route
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

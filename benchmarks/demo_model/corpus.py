@@ -19,11 +19,13 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.runtime.checkpoint import DEMO_FOLDER
+
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BEGIN, END, SYSTEM, USER, ASSISTANT)
 
-NAMES_FILE = Path(__file__).with_name("names.txt")
+NAMES_FILE = DEMO_FOLDER / "names.txt"
 
 SYSTEM_TEXTS = (
     "You are a helpful assistant.",

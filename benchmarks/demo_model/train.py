@@ -4,8 +4,8 @@ The text is synthetic (``corpus``), and so is the tokenizer (``tokenizer``). A r
 steps and its number of threads; floating-point sums in another order, as on another machine, give a sibling model.
 The folder it writes loads with ``AutoModelForCausalLM`` and ``AutoTokenizer`` as it stands.
 
-    python -m common.demo_model.train --out DIR          train, write the model to DIR, print its accuracy
-    python -m common.demo_model.train --out DIR --evaluate   only print the accuracy of the model in DIR
+    python -m benchmarks.demo_model.train --out DIR          train, write the model to DIR, print its accuracy
+    python -m benchmarks.demo_model.train --out DIR --evaluate   only print the accuracy of the model in DIR
 
 The number of facts grows as the model learns: it rises to the next level once the recent answers are nearly all right.
 An answer counts as right if greedy decoding gives its four digits, then the end, and nothing else.
@@ -39,10 +39,11 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from common.demo_model import corpus
-from common.demo_model.corpus import Form, Segment
-from common.demo_model.initial import HIDDEN, initialise
-from common.demo_model.tokenizer import SPACE, build_tokenizer
+from benchmarks.demo_model import corpus
+from benchmarks.demo_model.corpus import Form, Segment
+from benchmarks.demo_model.initial import HIDDEN, initialise
+from benchmarks.demo_model.tokenizer import SPACE, build_tokenizer
+from common.runtime.checkpoint import DEMO_FOLDER
 
 MAX_POSITIONS = 2048
 IGNORED = -100  # cross_entropy's label for a position without loss
@@ -238,7 +239,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         for path in sorted(Path(temporary).iterdir()):
             path.chmod(0o644)
             os.replace(path, out / path.name)
-    if out.resolve() != corpus.NAMES_FILE.parent:
+    if out.resolve() != DEMO_FOLDER:
         shutil.copyfile(corpus.NAMES_FILE, out / corpus.NAMES_FILE.name)
 
 
@@ -278,7 +279,7 @@ def evaluate(
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train or evaluate the demo model.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model")
+    parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder of the model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=900, help="optimizer steps")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from common.demo_model import corpus
+from benchmarks.demo_model import corpus
 
 SPACE = "\u0120"  # how byte-level BPE spells a space
 
