@@ -29,7 +29,7 @@ from benchmarks.horizontal import Autoscaler
 from benchmarks.load.lengths import WORKLOADS, clipped
 from benchmarks.load.summary import percentile
 from common.contract.ids import Incarnation, RequestId
-from common.contract.messages import Prefill
+from common.contract.messages.gateway import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool

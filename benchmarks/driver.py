@@ -17,7 +17,9 @@ from typing import Protocol
 from benchmarks.baselines import BatchAtATime
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
-from common.contract.messages import Decode, FinishReason, Source, Tokens
+from common.contract.messages.fields import FinishReason
+from common.contract.messages.gateway import Decode, Source
+from common.contract.messages.worker import Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.batch import InvalidLogitsError, Sampled, SampledToken

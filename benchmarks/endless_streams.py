@@ -16,18 +16,10 @@ from typing import Any
 import zmq.asyncio
 
 from common.contract.ids import RequestKey, new_handle, new_incarnation, new_request_id
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Decode,
-    Failed,
-    Finished,
-    Hello,
-    HelloRefused,
-    Message,
-    Role,
-    Welcome,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Ack, Decode
+from common.contract.messages.session import Hello, HelloRefused, Role, Welcome
+from common.contract.messages.worker import Failed, Finished
 from common.contract.sampling import SamplingParams
 from common.runtime.channel import ControlClient
 from common.runtime.clock import Pulse, monotonic

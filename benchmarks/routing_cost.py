@@ -23,7 +23,8 @@ from benchmarks.command import Result, run, show
 from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES, BlockHash
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import CacheEvents, Heartbeat, Phase, Role, Welcome
+from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
+from common.contract.messages.worker import CacheEvents
 from common.contract.tiers import Tier
 from gateway.dispatch.router import Ask, Router
 from gateway.workers.discovery import Endpoint

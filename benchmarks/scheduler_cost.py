@@ -20,7 +20,8 @@ from benchmarks.command import Result, run, show
 from benchmarks.load.summary import percentile
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
-from common.contract.messages import Decode, Source, Tokens
+from common.contract.messages.gateway import Decode, Source
+from common.contract.messages.worker import Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs

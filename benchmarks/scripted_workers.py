@@ -15,20 +15,10 @@ from typing import Any
 from benchmarks.scripted_batch import Batch, Script, Sequence
 from common.contract.ids import Incarnation, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Decode,
-    Finished,
-    Heartbeat,
-    Hello,
-    Message,
-    Phase,
-    Prefill,
-    Role,
-    Tokens,
-    Welcome,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Ack, Decode, Prefill
+from common.contract.messages.session import Heartbeat, Hello, Phase, Role, Welcome
+from common.contract.messages.worker import Finished, Tokens
 from common.runtime.channel import ControlServer
 from common.runtime.clock import Pulse, monotonic
 from decode_worker.step_tokens import StepReport

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.contract.messages import Decode
+from common.contract.messages.gateway import Decode
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from decode_worker.calendar import Calendar

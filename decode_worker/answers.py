@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.contract.messages import MAX_TOLD_TOKENS, Finished, Resend, Timings, Tokens
+from common.contract.messages.fields import MAX_TOLD_TOKENS
+from common.contract.messages.gateway import Resend
+from common.contract.messages.worker import Finished, Timings, Tokens
 from common.engine.batch import Scored
 from common.engine.prompt import prompt_logprobs
 from common.worker.agenda import Agenda

@@ -28,18 +28,11 @@ from prometheus_client.metrics_core import Metric
 from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import (
-    Abort,
-    Ack,
-    AttachSequence,
-    Decode,
-    Drain,
-    Heartbeat,
-    Message,
-    Resend,
-    Role,
-    Tokens,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Resend
+from common.contract.messages.handoff import AttachSequence
+from common.contract.messages.session import Heartbeat, Role
+from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState

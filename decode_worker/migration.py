@@ -29,7 +29,10 @@ from dataclasses import dataclass
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_request_id
-from common.contract.messages import MAX_TOLD_TOKENS, AttachSequence, Cut, Decode, Message, Moved, Tokens
+from common.contract.messages.fields import MAX_TOLD_TOKENS, Message
+from common.contract.messages.gateway import Decode
+from common.contract.messages.handoff import AttachSequence
+from common.contract.messages.worker import Cut, Moved, Tokens
 from common.engine.block_pool import BlockPool
 from decode_worker.entrance import Reservation
 from decode_worker.request import DecodeRequest, Generation, Stage

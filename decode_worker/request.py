@@ -9,15 +9,9 @@ from enum import StrEnum
 
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Handle, Incarnation, RequestKey
-from common.contract.messages import (
-    MAX_TOLD_TOKENS,
-    Decode,
-    FinishReason,
-    PromptTimes,
-    Timings,
-    TokenLogprobs,
-    Tokens,
-)
+from common.contract.messages.fields import MAX_TOLD_TOKENS, FinishReason
+from common.contract.messages.gateway import Decode
+from common.contract.messages.worker import PromptTimes, Timings, TokenLogprobs, Tokens
 from common.engine.grammar import GrammarState
 from common.engine.sequence import Sequence
 from common.runtime.state_tables import follow

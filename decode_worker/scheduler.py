@@ -21,7 +21,8 @@ from itertools import chain
 
 from common.contract.block_hashes import BlockHash
 from common.contract.ids import RequestKey
-from common.contract.messages import Decode, Tokens
+from common.contract.messages.gateway import Decode
+from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from common.contract.messages import Tokens
+from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.engine.sequence import Sequence
 from decode_worker.admission import Admission, rank_of

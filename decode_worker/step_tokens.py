@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.contract.ids import Handle, Incarnation
-from common.contract.messages import MAX_STEP_TOKENS, Message, StepTokens
+from common.contract.messages.fields import MAX_STEP_TOKENS, Message
+from common.contract.messages.worker import StepTokens
 
 
 @dataclass(slots=True)

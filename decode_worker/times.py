@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.contract.messages import DecodeTimes, PromptTimes, Timings
+from common.contract.messages.worker import DecodeTimes, PromptTimes, Timings
 from decode_worker.request import DecodeRequest, Generation
 
 

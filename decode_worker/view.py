@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
-from common.contract.messages import Heartbeat
+from common.contract.messages.session import Heartbeat
 from common.contract.tiers import by_tier
 from common.runtime.probes import counter, gauge
 

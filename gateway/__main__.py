@@ -16,7 +16,7 @@ from aiohttp import web
 
 from common.contract.errors import OperatorError
 from common.contract.ids import new_incarnation
-from common.contract.messages import Role
+from common.contract.messages.session import Role
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import config_hash, read_config, resolve_model
 from common.runtime.clock import monotonic

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Message, Tokens, Welcome
+from common.contract.messages.fields import Message
+from common.contract.messages.session import Welcome
+from common.contract.messages.worker import Tokens
 from kv_transfer.pull import Pull
 from kv_transfer.transport import ReadId
 

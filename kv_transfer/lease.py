@@ -8,7 +8,8 @@ from enum import StrEnum
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestKey
-from common.contract.messages import BlocksReady, OfferWithdrawn, PrefillDone, PromptTimes, Settle, Settled, Tokens
+from common.contract.messages.handoff import BlocksReady, OfferWithdrawn, PrefillDone, Settle, Settled
+from common.contract.messages.worker import PromptTimes, Tokens
 from common.runtime.state_tables import follow
 
 

@@ -22,7 +22,8 @@ from dataclasses import replace
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_lease_id
-from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, PromptTimes, Settle, Tokens
+from common.contract.messages.handoff import Attach, AttachPrefix, AttachSequence, Detach, Settle
+from common.contract.messages.worker import PromptTimes, Tokens
 from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
 from kv_transfer.lease import Lease, LeaseEvent, LeaseState, verdict, withdrawn
 from kv_transfer.parked import ParkedAttaches

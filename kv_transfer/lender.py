@@ -19,7 +19,8 @@ from prometheus_client.metrics_core import Metric
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Attach, AttachPrefix, AttachSequence, Detach, PromptTimes, Settle, Tokens
+from common.contract.messages.handoff import Attach, AttachPrefix, AttachSequence, Detach, Settle
+from common.contract.messages.worker import PromptTimes, Tokens
 from common.runtime.clock import Clock
 from common.runtime.probes import counter, gauge
 from kv_transfer.events import Consequence, Send, Serve, TransferAction

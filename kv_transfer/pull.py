@@ -28,21 +28,20 @@ from enum import StrEnum
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import LeaseId, RequestKey
-from common.contract.messages import (
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Source
+from common.contract.messages.handoff import (
     Attach,
     AttachPrefix,
     AttachSequence,
     BlocksReady,
     Detach,
-    Message,
     OfferWithdrawn,
     PrefillDone,
-    PromptTimes,
     Settle,
     Settled,
-    Source,
-    Tokens,
 )
+from common.contract.messages.worker import PromptTimes, Tokens
 from common.runtime.state_tables import follow
 from kv_transfer.pull_times import PullTimes
 

@@ -24,16 +24,11 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import (
-    BlocksReady,
-    Message,
-    OfferWithdrawn,
-    PrefillDone,
-    Settled,
-    Source,
-    Tokens,
-    Welcome,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Source
+from common.contract.messages.handoff import BlocksReady, OfferWithdrawn, PrefillDone, Settled
+from common.contract.messages.session import Welcome
+from common.contract.messages.worker import Tokens
 from common.runtime.clock import Clock
 from common.runtime.probes import gauge
 from kv_transfer.events import (

@@ -19,7 +19,8 @@ import zmq.asyncio
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import Hello, HelloRefused, Message, Role, Welcome
+from common.contract.messages.fields import Message
+from common.contract.messages.session import Hello, HelloRefused, Role, Welcome
 from common.runtime.channel import ControlClient, LinkState
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys

@@ -14,7 +14,8 @@ from prometheus_client.metrics_core import Metric
 from common.contract.errors import Cause, TransferError
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import Message, Role, Welcome
+from common.contract.messages.fields import Message
+from common.contract.messages.session import Role, Welcome
 from common.runtime.clock import Clock
 from common.runtime.config import WorkerSettings
 from common.runtime.curve import CurveKeys

@@ -28,14 +28,9 @@ from prometheus_client.metrics_core import Metric
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import (
-    Abort,
-    Drain,
-    Heartbeat,
-    Message,
-    Prefill,
-    Role,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Drain, Prefill
+from common.contract.messages.session import Heartbeat, Role
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.contract.ids import Incarnation, RequestKey, new_request_id
-from common.contract.messages import MAX_PREFIX_BLOCKS
+from common.contract.messages.fields import MAX_PREFIX_BLOCKS
 from common.scheduling.costs import Costs
 from kv_transfer.pull import Pull
 from prefill_worker.request import PrefillRequest

@@ -8,7 +8,8 @@ from enum import StrEnum
 
 from common.contract.block_hashes import BlockHash
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Prefill, PromptTimes
+from common.contract.messages.gateway import Prefill
+from common.contract.messages.worker import PromptTimes
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.engine.grammar import GrammarState

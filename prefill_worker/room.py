@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.contract.ids import RequestKey
-from common.contract.messages import MAX_TOKENS
+from common.contract.messages.fields import MAX_TOKENS
 from common.contract.tiers import Tier
 from common.scheduling.chunked_prefill import Prompt, Urgency
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.contract.errors import Cause
-from common.contract.messages import Finished, Timings
+from common.contract.messages.worker import Finished, Timings
 from common.engine.batch import InvalidLogitsError, Sampled
 from common.engine.block_pool import BlockPool
 from common.engine.model_config import ModelConfig

@@ -15,7 +15,8 @@ from typing import Final
 from dispatcher_bench import D, P, role_of, welcome
 
 from common.contract.ids import Incarnation, RequestId
-from common.contract.messages import Heartbeat, Phase, Prefill
+from common.contract.messages.gateway import Prefill
+from common.contract.messages.session import Heartbeat, Phase
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier, by_tier
 from common.engine.block_pool import BlockPool

@@ -16,17 +16,10 @@ import zmq.asyncio
 from common.contract.codec import decode, encode
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import (
-    Abort,
-    Heartbeat,
-    Hello,
-    HelloRefused,
-    Message,
-    Phase,
-    Role,
-    Tokens,
-    Welcome,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort
+from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Phase, Role, Welcome
+from common.contract.messages.worker import Tokens
 from common.runtime.channel import ControlClient, ControlServer, LinkState
 from common.runtime.clock import Clock, Pulse
 

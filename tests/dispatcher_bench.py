@@ -13,25 +13,10 @@ from common.contract.block_hashes import SHORT_NAME_BYTES, block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import (
-    Abort,
-    Ack,
-    CacheEvents,
-    Decode,
-    Failed,
-    FinishReason,
-    Heartbeat,
-    Message,
-    Phase,
-    Prefill,
-    PrefixHint,
-    RequestMessage,
-    Role,
-    StepTokens,
-    Tokens,
-    Trial,
-    Welcome,
-)
+from common.contract.messages.fields import FinishReason, Message, RequestMessage
+from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, PrefixHint
+from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
+from common.contract.messages.worker import CacheEvents, Failed, StepTokens, Tokens, Trial
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.clock import Pulse, monotonic

@@ -9,25 +9,10 @@ from typing import Any
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Cancelled,
-    Cut,
-    Decode,
-    Failed,
-    Finished,
-    FinishReason,
-    Message,
-    Moved,
-    Prefill,
-    PrefixHint,
-    PromptLogprobs,
-    Resend,
-    Role,
-    Tokens,
-    TokenScores,
-)
+from common.contract.messages.fields import FinishReason, Message
+from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, PrefixHint, Resend
+from common.contract.messages.session import Role
+from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, PromptLogprobs, Tokens, TokenScores
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker

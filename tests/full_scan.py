@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from common.contract.messages import PrefixHint, Role
+from common.contract.messages.gateway import PrefixHint
+from common.contract.messages.session import Role
 from common.contract.tiers import Tier
 from gateway.dispatch.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill
 from gateway.workers.registry import Registry

@@ -20,7 +20,8 @@ import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.contract.messages import FinishReason, TokenLogprobs, TokenScores
+from common.contract.messages.fields import FinishReason
+from common.contract.messages.worker import TokenLogprobs, TokenScores
 from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener
 from gateway.api import create_app, create_runner

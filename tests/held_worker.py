@@ -14,7 +14,8 @@ from step_tokens import handles
 
 from common.contract.ids import Incarnation, RequestKey, new_incarnation, new_request_id
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import Decode, Role, Source
+from common.contract.messages.gateway import Decode, Source
+from common.contract.messages.session import Role
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Decodes, Slice
 from common.engine.engine import Engine

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gateway_fixtures import MODEL, encode, settings, tokenizer
 
-from common.contract.messages import FinishReason
+from common.contract.messages.fields import FinishReason
 from common.runtime.lifecycle import end_with_parent, run
 from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener

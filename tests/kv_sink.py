@@ -21,23 +21,11 @@ from transformers import AutoTokenizer
 
 from common.contract.ids import new_incarnation, new_request_id
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import (
-    Attach,
-    BlocksReady,
-    Failed,
-    Heartbeat,
-    Hello,
-    HelloRefused,
-    Message,
-    OfferWithdrawn,
-    Prefill,
-    PrefillDone,
-    Role,
-    Settle,
-    Settled,
-    Tokens,
-    Welcome,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Prefill
+from common.contract.messages.handoff import Attach, BlocksReady, OfferWithdrawn, PrefillDone, Settle, Settled
+from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Role, Welcome
+from common.contract.messages.worker import Failed, Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.runner import ModelRunner, load_runner

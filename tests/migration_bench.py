@@ -21,25 +21,10 @@ from step_tokens import Reader, handles
 from common.contract.codec import decode, encode
 from common.contract.errors import Cause, TransferError
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Cancelled,
-    Cut,
-    Decode,
-    Failed,
-    Finished,
-    Hello,
-    Message,
-    Moved,
-    Phase,
-    Resume,
-    Role,
-    Source,
-    Timings,
-    TokenLogprobs,
-    Tokens,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Ack, Decode, Resume, Source
+from common.contract.messages.session import Hello, Phase, Role
+from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, Timings, TokenLogprobs, Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Chosen, Decodes, SampledToken, Slice
 from common.runtime.config import DecodeSettings

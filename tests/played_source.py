@@ -12,7 +12,8 @@ import zmq.asyncio
 from common.contract.codec import decode, encode
 from common.contract.ids import Incarnation, new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import Hello, Message, Role, Welcome
+from common.contract.messages.fields import Message
+from common.contract.messages.session import Hello, Role, Welcome
 
 WAIT_S = 30.0
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")

@@ -25,7 +25,8 @@ from checkpoints import VOCAB_SIZE
 from step_tokens import Reader
 
 from common.contract.ids import new_incarnation
-from common.contract.messages import Hello, Message, Role, Welcome
+from common.contract.messages.fields import Message
+from common.contract.messages.session import Hello, Role, Welcome
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.channel import ControlClient

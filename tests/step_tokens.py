@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from common.contract.ids import Handle, new_handle
-from common.contract.messages import Decode, Message, StepTokens, Tokens
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Decode
+from common.contract.messages.worker import StepTokens, Tokens
 
 
 def handles(num_choices: int = 1) -> tuple[Handle, ...]:

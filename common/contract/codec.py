@@ -22,7 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.contract.errors import ProtocolError
 from common.contract.ids import Incarnation
-from common.contract.messages import MAX_OPEN_REQUESTS, MAX_TOKENS, MESSAGES, Message
+from common.contract.messages import gateway, handoff, session, worker
+from common.contract.messages.fields import MAX_OPEN_REQUESTS, MAX_TOKENS, Message
 from common.contract.packed import Packed
 from common.contract.printable import printable
 
@@ -35,6 +36,14 @@ MAX_VALUES = 4 * MAX_OPEN_REQUESTS
 """Most values in a frame above `GATHERED_FRAME_BYTES`: a Hello that lists every request has three values for each."""
 MAX_MESSAGES_PER_FRAME = 4096
 """Most messages in one frame; a sender with more sends several frames."""
+
+MESSAGES: tuple[type[Message], ...] = tuple(
+    each
+    for module in (session, gateway, worker, handoff)
+    for name, each in vars(module).items()
+    if isinstance(each, type) and issubclass(each, Message) and each.__module__ == module.__name__ and name[0] != "_"
+)
+"""Every message of the protocol: the public classes of messages that these files declare."""
 
 _MAX_REFUSAL_CHARS = 500
 _MAX_NAME_CHARS = 100

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from common.contract.errors import BatonError, Cause
-from common.contract.messages import TokenLogprobs, TokenScores
+from common.contract.messages.worker import TokenLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine.sequence import Sequence as TokenSequence
 from common.engine.token_counts import TokenCounts

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash
 from common.contract.ids import Incarnation
-from common.contract.messages import MAX_CACHE_EVENTS, CacheEvents, Message
+from common.contract.messages.fields import MAX_CACHE_EVENTS, Message
+from common.contract.messages.worker import CacheEvents
 from common.engine.block_pool import BlockPool
 
 

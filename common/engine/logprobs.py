@@ -11,7 +11,8 @@ from itertools import accumulate, chain
 
 import torch
 
-from common.contract.messages import LEAST_LOGPROB, TokenScores
+from common.contract.messages.fields import LEAST_LOGPROB
+from common.contract.messages.worker import TokenScores
 from common.engine.batch import InvalidLogitsError, Scored, Slice
 from common.engine.host_copy import HostCopy, to_device
 

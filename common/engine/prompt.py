@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from common.contract.messages import MAX_TOLD_TOKENS, Decode, Prefill, PromptLogprobs, Tokens
+from common.contract.messages.fields import MAX_TOLD_TOKENS
+from common.contract.messages.gateway import Decode, Prefill
+from common.contract.messages.worker import PromptLogprobs, Tokens
 from common.engine.batch import InvalidLogitsError, Sample, Sampled, Scored, Slice
 from common.engine.sequence import finish_reason
 from common.engine.token_counts import token_counts

@@ -16,7 +16,7 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import KVLayout
-from common.contract.messages import TokenScores
+from common.contract.messages.worker import TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.backend import Backend, TorchBackend

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common.contract.errors import Cause
-from common.contract.messages import TokenLogprobs
+from common.contract.messages.worker import TokenLogprobs
 from common.engine.backend import Backend
 from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Samples
 from common.engine.host_copy import HostCopy, to_device

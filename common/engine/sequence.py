@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Iterable
 
 from common.contract.ids import RequestKey
-from common.contract.messages import FinishReason
+from common.contract.messages.fields import FinishReason
 from common.contract.sampling import SamplingParams
 from common.engine.grammar import GrammarState
 from common.engine.token_counts import token_counts

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode
 
-from common.contract.messages import ADDRESS_PATTERN
+from common.contract.messages.fields import ADDRESS_PATTERN
 from common.contract.tiers import Tier
 from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from common.contract.errors import OperatorError, TransferError
 from common.contract.ids import Incarnation, new_incarnation
-from common.contract.messages import Phase
+from common.contract.messages.session import Phase
 from common.runtime.channel import ControlServer, ServerHandler
 from common.runtime.checkpoint import resolve_model
 from common.runtime.clock import monotonic

@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final, TypeVar
 
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Message, Suspicion, Trial
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Suspicion
+from common.contract.messages.worker import Trial
 
 S = TypeVar("S")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from common.contract.ids import Incarnation
-from common.contract.messages import Message
+from common.contract.messages.fields import Message
 from common.worker.events import Action, Event, Work
 from kv_transfer.events import Consequence, Send
 

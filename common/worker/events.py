@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Message, Role
+from common.contract.messages.fields import Message
+from common.contract.messages.session import Role
 from common.engine.batch import Chosen, Decodes, Sampled, Scored, Slice
 from common.engine.grammar import GaveUp, GrammarState
 from kv_transfer.events import TransferAction, TransferEvent

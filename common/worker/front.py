@@ -13,18 +13,11 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import (
-    Attach,
-    AttachPrefix,
-    Cancelled,
-    Detach,
-    Failed,
-    Message,
-    Phase,
-    Resume,
-    Role,
-    Settle,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Resume
+from common.contract.messages.handoff import Attach, AttachPrefix, Detach, Settle
+from common.contract.messages.session import Phase, Role
+from common.contract.messages.worker import Cancelled, Failed
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
 from common.runtime.config import WorkerSettings

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from prometheus_client.metrics_core import Metric
 
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Heartbeat, Hello, Message, Phase, Role, Welcome
+from common.contract.messages.fields import Message
+from common.contract.messages.session import Heartbeat, Hello, Phase, Role, Welcome
 from common.engine.engine import Engine, Started
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.masks import Masks

@@ -8,7 +8,7 @@ from typing import Literal, NotRequired
 from pydantic import ConfigDict, Json, with_config
 from typing_extensions import TypedDict  # pydantic takes that of `typing` from Python 3.12 on
 
-from common.contract.messages import FinishReason
+from common.contract.messages.fields import FinishReason
 from gateway.serving.waterfall import Stage
 from gateway.text.choice_text import AnswerEnd
 

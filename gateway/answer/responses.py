@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol, TypeVar, cast
 
-from common.contract.messages import TokenLogprobs
+from common.contract.messages.worker import TokenLogprobs
 from gateway.answer import answer_schemas as answers
 from gateway.text.call_parser import CallDelta
 from gateway.text.choice_text import AnswerEnd, Piece, TokenReport

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import Phase, Role
+from common.contract.messages.session import Phase, Role
 from common.contract.tiers import Tier
 from gateway.dispatch.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
 from gateway.serving.choice import Choice

@@ -21,18 +21,10 @@ from prometheus_client.registry import Collector
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import (
-    MAX_OPEN_REQUESTS,
-    Decode,
-    Failed,
-    Message,
-    Prefill,
-    RequestMessage,
-    Role,
-    StepTokens,
-    Timings,
-    Tokens,
-)
+from common.contract.messages.fields import MAX_OPEN_REQUESTS, Message, RequestMessage
+from common.contract.messages.gateway import Decode, Prefill
+from common.contract.messages.session import Role
+from common.contract.messages.worker import Failed, StepTokens, Timings, Tokens
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys

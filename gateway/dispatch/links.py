@@ -22,22 +22,10 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import (
-    Abort,
-    CacheEvents,
-    Drain,
-    Heartbeat,
-    Hello,
-    HelloRefused,
-    Message,
-    Phase,
-    RequestMessage,
-    Resume,
-    Role,
-    StepTokens,
-    Trial,
-    Welcome,
-)
+from common.contract.messages.fields import Message, RequestMessage
+from common.contract.messages.gateway import Abort, Drain, Resume
+from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Phase, Role, Welcome
+from common.contract.messages.worker import CacheEvents, StepTokens, Trial
 from common.runtime.channel import RECONNECT_S, ControlClient
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys

@@ -22,7 +22,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
-from common.contract.messages import Decode, Prefill, Role
+from common.contract.messages.gateway import Decode, Prefill
+from common.contract.messages.session import Role
 from common.contract.tiers import Tier
 from common.runtime.probes import counter
 from gateway.dispatch.candidates import Candidates, Rebind, Route

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
-from common.contract.messages import Suspicion
+from common.contract.messages.gateway import Suspicion
 from common.runtime.probes import counter
 
 _BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

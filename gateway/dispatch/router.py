@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import PrefixHint, Role
+from common.contract.messages.gateway import PrefixHint
+from common.contract.messages.session import Role
 from common.contract.tiers import Tier
 from gateway.dispatch.estimates import prompt_s, queue_s, room_s
 from gateway.workers.load_table import Column, LoadTable, Rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from common.contract.ids import Handle
-from common.contract.messages import StepTokens, Tokens
+from common.contract.messages.worker import StepTokens, Tokens
 from gateway.dispatch.open_request import ClientMailbox, OpenRequest
 from gateway.serving.attempt import Attempt
 from gateway.serving.choice import Choice

@@ -24,24 +24,10 @@ from typing import Any, NamedTuple
 
 from common.contract.errors import Cause
 from common.contract.ids import Handle, RequestKey, new_handle
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Cancelled,
-    Cut,
-    Decode,
-    Failed,
-    Finished,
-    Message,
-    Moved,
-    Prefill,
-    PrefixHint,
-    PromptLogprobs,
-    Resend,
-    Role,
-    Suspicion,
-    Tokens,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, PrefixHint, Resend, Suspicion
+from common.contract.messages.session import Role
+from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, PromptLogprobs, Tokens
 from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.generation import Delta, Generation, PromptDelta
 from gateway.workers.worker_life import WorkerLife

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.contract.messages import Suspicion
+from common.contract.messages.gateway import Suspicion
 from gateway.serving.suspicion import TRIAL_TOKENS, Share, suspicion_after
 from gateway.workers.worker_life import WorkerLife
 

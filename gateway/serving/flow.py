@@ -31,7 +31,10 @@ from enum import StrEnum
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey, new_request_id
-from common.contract.messages import Cut, Message, Moved, PrefixHint, PromptLogprobs, Role
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import PrefixHint
+from common.contract.messages.session import Role
+from common.contract.messages.worker import Cut, Moved, PromptLogprobs
 from gateway.serving.attempt import (
     Assignment,
     Attempt,

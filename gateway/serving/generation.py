@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from common.contract.errors import BatonError, Cause
-from common.contract.messages import FinishReason, TokenLogprobs, TokenScores
+from common.contract.messages.fields import FinishReason
+from common.contract.messages.worker import TokenLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.waterfall import Waterfall

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from common.contract.ids import RequestKey
-from common.contract.messages import Suspicion
+from common.contract.messages.gateway import Suspicion
 
 TRIAL_TOKENS = 4
 """Tokens that a suspect must generate beyond its position at the crash to be no longer suspected."""

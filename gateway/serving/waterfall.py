@@ -18,7 +18,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from common.contract.ids import RequestKey
-from common.contract.messages import DecodeTimes, PromptTimes, Role, Timings
+from common.contract.messages.session import Role
+from common.contract.messages.worker import DecodeTimes, PromptTimes, Timings
 
 
 class Stage(StrEnum):

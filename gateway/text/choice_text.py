@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from common.contract.messages import FinishReason, TokenLogprobs
+from common.contract.messages.fields import FinishReason
+from common.contract.messages.worker import TokenLogprobs
 from gateway.serving.generation import Delta
 from gateway.text.call_parser import CallDelta
 from gateway.text.detokenizer import Detokenizer, TokenDecoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from common.contract.messages import TokenLogprobs
+from common.contract.messages.worker import TokenLogprobs
 from gateway.serving.generation import PromptDelta
 from gateway.text.choice_text import Piece, TokenReport
 from gateway.text.detokenizer import Detokenizer, TokenDecoder

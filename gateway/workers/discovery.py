@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from common.contract.messages import Role
+from common.contract.messages.session import Role
 from common.runtime.clock import Clock
 
 log = logging.getLogger(__name__)

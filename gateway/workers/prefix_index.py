@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Final
 
 from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash
-from common.contract.messages import CacheEvents
+from common.contract.messages.worker import CacheEvents
 from gateway.workers.worker_life import WorkerLife
 
 NUM_PARTS: Final = 256

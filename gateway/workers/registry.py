@@ -13,7 +13,7 @@ import numpy as np
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
-from common.contract.messages import Heartbeat, Role, Welcome
+from common.contract.messages.session import Heartbeat, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.workers.discovery import Endpoint
 from gateway.workers.load_table import LoadTable, Rows

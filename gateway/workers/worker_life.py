@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from common.contract.ids import Incarnation
-from common.contract.messages import Source
+from common.contract.messages.gateway import Source
 
 
 class WorkerLife(NamedTuple):

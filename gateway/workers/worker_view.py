@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.workers.worker_life import WorkerLife
 

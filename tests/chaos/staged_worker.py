@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.contract.ids import Incarnation
-from common.contract.messages import Message
+from common.contract.messages.fields import Message
 from common.runtime.config import DecodeSettings, PrefillSettings, WorkerSettings
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 from kv_transfer.events import MoverAction, StartRead

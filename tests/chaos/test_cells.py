@@ -21,7 +21,7 @@ from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avo
 from chaos.client import Outcome, ask
 from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, begun_anew_if_collapsed, theatre
 from common.contract.errors import Cause
-from common.contract.messages import Role
+from common.contract.messages.session import Role
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import GenerationFailed
 from gateway.workers.registry import Registry

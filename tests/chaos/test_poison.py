@@ -14,7 +14,7 @@ from stack import BLOCK_BYTES, answer, generation, prompt, until
 
 from chaos.theatre import Theatre, theatre
 from common.contract.errors import Cause
-from common.contract.messages import Role
+from common.contract.messages.session import Role
 from gateway.serving.generation import GenerationFailed
 
 pytestmark = needs("hosts")

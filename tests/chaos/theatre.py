@@ -20,7 +20,7 @@ from typing import Any
 from stack import BLOCK_SIZE, Process, Workers, until, wait_until
 
 from chaos.net import Host, hosts
-from common.contract.messages import Role
+from common.contract.messages.session import Role
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 

@@ -17,21 +17,10 @@ from waiting import eventually
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, new_incarnation
-from common.contract.messages import (
-    Abort,
-    Cancelled,
-    Decode,
-    Failed,
-    Finished,
-    Heartbeat,
-    Message,
-    Prefill,
-    Resume,
-    Role,
-    Suspicion,
-    Tokens,
-    Trial,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Decode, Prefill, Resume, Suspicion
+from common.contract.messages.session import Heartbeat, Role
+from common.contract.messages.worker import Cancelled, Failed, Finished, Tokens, Trial
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

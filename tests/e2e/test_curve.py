@@ -17,7 +17,7 @@ from stack import Gateway, Workers, answer, generation, prompt
 
 from common.contract.errors import OperatorError
 from common.contract.ids import new_incarnation
-from common.contract.messages import Welcome
+from common.contract.messages.session import Welcome
 from common.runtime.channel import ControlClient
 from common.runtime.clock import Pulse, monotonic
 from common.runtime.curve import CurveKeys

@@ -34,7 +34,7 @@ from stack import (
 )
 
 from common.contract.errors import Cause
-from common.contract.messages import Role
+from common.contract.messages.session import Role
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, GenerationFailed
 from gateway.workers.registry import Registry

@@ -25,7 +25,8 @@ from step_tokens import handles
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey, new_incarnation, new_request_id
-from common.contract.messages import Decode, Failed, Prefill, PrefixHint, Source, Tokens
+from common.contract.messages.gateway import Decode, Prefill, PrefixHint, Source
+from common.contract.messages.worker import Failed, Tokens
 from common.contract.sampling import SamplingParams
 from common.runtime.ucx import allows_tcp
 

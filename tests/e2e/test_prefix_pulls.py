@@ -17,19 +17,10 @@ from transport_source import SourceProcess
 
 from common.contract.block_hashes import block_hashes
 from common.contract.ids import Incarnation, LeaseId, RequestKey, new_request_id
-from common.contract.messages import (
-    AttachPrefix,
-    BlocksReady,
-    Decode,
-    Finished,
-    Hello,
-    Prefill,
-    PrefixHint,
-    Role,
-    Source,
-    Tokens,
-    Welcome,
-)
+from common.contract.messages.gateway import Decode, Prefill, PrefixHint, Source
+from common.contract.messages.handoff import AttachPrefix, BlocksReady
+from common.contract.messages.session import Hello, Role, Welcome
+from common.contract.messages.worker import Finished, Tokens
 from common.contract.sampling import SamplingParams
 from gateway.dispatch import router
 from gateway.dispatch.dispatcher import Dispatcher

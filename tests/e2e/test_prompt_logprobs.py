@@ -21,7 +21,9 @@ from waiting import eventually
 
 from common.contract.errors import Cause
 from common.contract.ids import new_incarnation
-from common.contract.messages import Abort, Cancelled, Decode, Failed, Finished, Prefill, PromptLogprobs, Role, Tokens
+from common.contract.messages.gateway import Abort, Decode, Prefill
+from common.contract.messages.session import Role
+from common.contract.messages.worker import Cancelled, Failed, Finished, PromptLogprobs, Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.batch import InvalidLogitsError
 from common.engine.engine import Engine

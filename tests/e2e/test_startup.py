@@ -18,7 +18,7 @@ from checkpoints import make_checkpoint
 from stack import Workers, answer, generation
 
 from common.contract.errors import Cause, FingerprintMismatchError
-from common.contract.messages import Welcome
+from common.contract.messages.session import Welcome
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import WorkerView
 

@@ -24,7 +24,7 @@ from chaos.theatre import CHUNK, Actor
 from otlp_collector import Collector, running_collector
 from stack import BLOCK_BYTES, BLOCK_SIZE, Process, Workers, prompt, until
 
-from common.contract.messages import Role
+from common.contract.messages.session import Role
 from gateway.answer.answer_schemas import Timings
 
 DELAY_S = 0.75

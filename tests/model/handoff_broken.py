@@ -9,7 +9,7 @@ from handoff_bounds import Bounds, Parts
 from handoff_scenarios import TO_DECODE, TWO, only
 
 from common.contract.ids import Incarnation, LeaseId, RequestKey
-from common.contract.messages import AttachSequence, Settle, Settled
+from common.contract.messages.handoff import AttachSequence, Settle, Settled
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from decode_worker.migration import Departures

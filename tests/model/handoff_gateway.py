@@ -11,7 +11,9 @@ from handoff_worker import GATEWAY
 
 from common.contract.errors import Cause
 from common.contract.ids import Handle, Incarnation, RequestKey
-from common.contract.messages import Message, RequestMessage, Role, StepTokens, Tokens
+from common.contract.messages.fields import Message, RequestMessage
+from common.contract.messages.session import Role
+from common.contract.messages.worker import StepTokens, Tokens
 from common.contract.sampling import SamplingParams
 from gateway.serving.attempt import Deliver, SendToWorker
 from gateway.serving.flow import Flow

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Message
+from common.contract.messages.fields import Message
 
 
 class Hi(NamedTuple):

@@ -22,7 +22,7 @@ from handoff_ids import draw_handle, draw_id
 from handoff_states import digest, dump, forget_values, load
 from handoff_world import Event, World
 
-from common.contract import messages
+from common.contract.messages.fields import RequestMessage
 from common.runtime.state_tables import follow
 from common.worker import front
 from decode_worker import core as decode_core
@@ -205,6 +205,6 @@ def tell(world: World, event: Event) -> str:
     if kind in ("deliver", "lose", "repeat", "replay", "refuse"):
         link = world.links[where[0]]
         entry = link.queue(where[1] if len(where) > 1 else "up")[0]
-        key = f" attempt {entry.attempt}" if isinstance(entry, messages.RequestMessage) else ""
+        key = f" attempt {entry.attempt}" if isinstance(entry, RequestMessage) else ""
         told += f": {type(entry).__name__}{key}"
     return told

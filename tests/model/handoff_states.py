@@ -28,8 +28,9 @@ from handoff_bounds import Bounds, Parts
 from handoff_ids import drawing
 from handoff_worker import Facts, Read, Sent, View, Worker, slices_in
 
-from common.contract import messages
+from common.contract.codec import MESSAGES
 from common.contract.ids import Incarnation
+from common.contract.messages.gateway import Source
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
@@ -75,7 +76,7 @@ from prefill_worker.steps import PrefillPlan, PrefillSteps
 
 # --- what never changes ------------------------------------------------------------------------------------------
 
-_VALUES = (*messages.MESSAGES, messages.Source, SamplingParams, WorkerLife, Bounds, Parts)
+_VALUES = (*MESSAGES, Source, SamplingParams, WorkerLife, Bounds, Parts)
 """Kinds whose equal values are one."""
 _numbers: dict[Any, int] = {}
 _values: list[Any] = []

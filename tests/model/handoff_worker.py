@@ -22,17 +22,10 @@ from slow_slices import slices_of
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import (
-    CacheEvents,
-    Decode,
-    Message,
-    Prefill,
-    Role,
-    Timings,
-    TokenScores,
-    Trial,
-    Welcome,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Decode, Prefill
+from common.contract.messages.session import Role, Welcome
+from common.contract.messages.worker import CacheEvents, Timings, TokenScores, Trial
 from common.engine.batch import Chosen, SampledToken, Slice
 from common.runtime.config import DecodeSettings, PrefillSettings
 from common.scheduling.costs import Costs

@@ -16,7 +16,8 @@ from handoff_states import Kept, Workers
 from handoff_worker import GATEWAY, View
 
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Abort, Decode, Message, Prefill
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Decode, Prefill
 from gateway.serving.flow import FlowState
 from kv_transfer.events import Connect, Send, SendToSource
 

@@ -12,7 +12,7 @@ from handoff_world import World
 
 from common.contract.block_hashes import block_hashes
 from common.contract.ids import Incarnation, RequestId
-from common.contract.messages import AttachPrefix, BlocksReady, Detach
+from common.contract.messages.handoff import AttachPrefix, BlocksReady, Detach
 from common.worker.events import HelloReceived, Received
 from kv_transfer.events import Send
 from prefill_worker.core import PrefillCore

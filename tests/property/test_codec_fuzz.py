@@ -11,57 +11,61 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.block_hashes import HASH_BYTES, SHORT_NAME_BYTES
-from common.contract.codec import decode, encode
+from common.contract.codec import MESSAGES, decode, encode
 from common.contract.errors import Cause, ProtocolError
 from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import (
-    MESSAGES,
+from common.contract.messages.fields import FinishReason, Message
+from common.contract.messages.gateway import (
     Abort,
     Ack,
+    Decode,
+    Drain,
+    Prefill,
+    PrefixHint,
+    Resend,
+    Resume,
+    Source,
+    Suspicion,
+)
+from common.contract.messages.handoff import (
     Attach,
     AttachPrefix,
     AttachSequence,
     BlocksReady,
-    CacheEvents,
-    Cancelled,
-    Cut,
-    Decode,
-    DecodeTimes,
     Detach,
-    Drain,
-    Failed,
-    Finished,
-    FinishReason,
+    OfferWithdrawn,
+    PrefillDone,
+    Settle,
+    Settled,
+)
+from common.contract.messages.session import (
     Goodbye,
     Heartbeat,
     HeartbeatEcho,
     Hello,
     HelloRefused,
     HelloRequired,
-    Message,
-    Moved,
-    OfferWithdrawn,
     Phase,
-    Prefill,
-    PrefillDone,
-    PrefixHint,
+    Role,
+    Welcome,
+)
+from common.contract.messages.worker import (
+    CacheEvents,
+    Cancelled,
+    Cut,
+    DecodeTimes,
+    Failed,
+    Finished,
+    Moved,
     PromptLogprobs,
     PromptTimes,
-    Resend,
-    Resume,
-    Role,
-    Settle,
-    Settled,
-    Source,
     StepTokens,
-    Suspicion,
     Timings,
     TokenLogprobs,
     Tokens,
     TokenScores,
     Trial,
-    Welcome,
 )
 from common.contract.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from common.contract.tiers import Tier

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from slow_slices import decode_slices
 
 from common.contract.ids import Handle, Incarnation
-from common.contract.messages import Message, StepTokens
+from common.contract.messages.fields import Message
+from common.contract.messages.worker import StepTokens
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Chosen, InvalidLogitsError, SampledToken, Samples
 from common.engine.ragged import Rows

@@ -22,7 +22,10 @@ from step_tokens import handles
 
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
-from common.contract.messages import BlocksReady, Decode, FinishReason, Source, Tokens
+from common.contract.messages.fields import FinishReason
+from common.contract.messages.gateway import Decode, Source
+from common.contract.messages.handoff import BlocksReady
+from common.contract.messages.worker import Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.batch import Slice

@@ -10,7 +10,7 @@ from gateway_fixtures import byte_fallback_backend, byte_level, encode, tokenize
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.contract.messages import FinishReason
+from common.contract.messages.fields import FinishReason
 from gateway.serving.generation import Delta
 from gateway.text.choice_text import ChoiceText
 from gateway.text.detokenizer import Detokenizer

@@ -13,18 +13,18 @@ from next_times import next_expiry
 from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
-from common.contract.messages import (
+from common.contract.messages.fields import Message
+from common.contract.messages.handoff import (
     Attach,
     AttachPrefix,
     BlocksReady,
     Detach,
-    Message,
     OfferWithdrawn,
     PrefillDone,
     Settle,
     Settled,
-    Tokens,
 )
+from common.contract.messages.worker import Tokens
 from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
 from kv_transfer.lease_table import LeaseAction, LeaseTable
 

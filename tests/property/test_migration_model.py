@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from migration_bench import Leg, Link, Site, World
 
-from common.contract.messages import Hello, Message
+from common.contract.messages.fields import Message
+from common.contract.messages.session import Hello
 from common.runtime.config import DecodeSettings
 from kv_transfer.lender import LENT_TTL_S
 

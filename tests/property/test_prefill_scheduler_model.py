@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from next_times import next_deadline
 
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Prefill
+from common.contract.messages.gateway import Prefill
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
-from common.contract.messages import (
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Source
+from common.contract.messages.handoff import (
     Attach,
     AttachPrefix,
     AttachSequence,
     BlocksReady,
     Detach,
-    Message,
     OfferWithdrawn,
     PrefillDone,
     Settle,
     Settled,
-    Source,
-    Tokens,
 )
+from common.contract.messages.worker import Tokens
 from kv_transfer.pull import Abandoned, Admit, Pull, PullAction, PullState, ReadBlocks, Release, ToSource, WantBlocks
 
 KEY = RequestKey(RequestId("r1"), 1)

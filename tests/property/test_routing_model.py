@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import Heartbeat, Phase, Role, Welcome
+from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.dispatch.router import Ask, Caution, Router, least_loaded_decode
 from gateway.workers.discovery import Endpoint

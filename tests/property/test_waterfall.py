@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.ids import RequestId, RequestKey
-from common.contract.messages import DecodeTimes, PromptTimes, Role, Timings
+from common.contract.messages.session import Role
+from common.contract.messages.worker import DecodeTimes, PromptTimes, Timings
 from gateway.serving.waterfall import Segment, Stage, Waterfall
 
 REQUEST = RequestId("r")

@@ -8,7 +8,9 @@ import pytest
 from migration_bench import GATEWAY, World
 
 from common.contract.ids import Incarnation
-from common.contract.messages import Abort, Cancelled, Drain, Message, Tokens
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Drain
+from common.contract.messages.worker import Cancelled, Tokens
 from common.worker.agenda import Agenda, Inbox, PlanWanted
 from common.worker.events import Event, Ticked
 from kv_transfer.events import Consequence, Released, Send, Serve

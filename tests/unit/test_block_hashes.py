@@ -10,7 +10,7 @@ from common.contract.block_hashes import HASH_BYTES, BlockChain, block_hashes
 from common.contract.codec import decode, encode
 from common.contract.errors import ProtocolError
 from common.contract.ids import Incarnation, RequestId
-from common.contract.messages import AttachPrefix
+from common.contract.messages.handoff import AttachPrefix
 
 ME = Incarnation("0123456789abcdef")
 TOKENS = st.lists(st.integers(0, 1), max_size=12)

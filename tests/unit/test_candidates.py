@@ -11,7 +11,7 @@ from dispatcher_bench import D2, D3, LAYOUT, P2, D, P, heartbeat, role_of, welco
 from flow_run import Run, life
 
 from common.contract.errors import Cause
-from common.contract.messages import Phase, Role
+from common.contract.messages.session import Phase, Role
 from common.contract.tiers import Tier
 from gateway.dispatch.candidates import Candidates, Rebind
 from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Router

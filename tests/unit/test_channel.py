@@ -13,18 +13,10 @@ from common.contract.block_hashes import block_hashes
 from common.contract.codec import MAX_MESSAGES_PER_FRAME
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, new_incarnation
-from common.contract.messages import (
-    Abort,
-    CacheEvents,
-    Goodbye,
-    HeartbeatEcho,
-    Hello,
-    HelloRefused,
-    HelloRequired,
-    Message,
-    Role,
-    Welcome,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort
+from common.contract.messages.session import Goodbye, HeartbeatEcho, Hello, HelloRefused, HelloRequired, Role, Welcome
+from common.contract.messages.worker import CacheEvents
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
 from common.runtime.channel import ControlClient, LinkState, ends

@@ -17,7 +17,10 @@ from waiting import eventually
 
 from common.contract.codec import encode
 from common.contract.ids import Handle, RequestId, new_incarnation
-from common.contract.messages import Abort, HeartbeatEcho, Hello, Message, Role, StepTokens, Tokens
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort
+from common.contract.messages.session import HeartbeatEcho, Hello, Role
+from common.contract.messages.worker import StepTokens, Tokens
 from common.runtime.channel import ControlClient, ends
 from common.runtime.clock import Pulse
 

@@ -17,7 +17,10 @@ from common.contract import codec
 from common.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGES_PER_FRAME, encode, encode_some
 from common.contract.errors import Cause, OperatorError, ProtocolError
 from common.contract.ids import Incarnation, RequestId, new_incarnation
-from common.contract.messages import Failed, Goodbye, Heartbeat, Message, Prefill, Tokens
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Prefill
+from common.contract.messages.session import Goodbye, Heartbeat
+from common.contract.messages.worker import Failed, Tokens
 from common.contract.sampling import SamplingParams
 from common.runtime.channel import ControlServer, ends
 from common.runtime.channel import server as server_end

@@ -13,43 +13,24 @@ from pydantic import ValidationError
 
 from common.contract import codec
 from common.contract.block_hashes import HASH_BYTES, BlockHash, block_hashes
-from common.contract.codec import MAX_MESSAGES_PER_FRAME, decode, encode
+from common.contract.codec import MAX_MESSAGES_PER_FRAME, MESSAGES, decode, encode
 from common.contract.errors import Cause, ProtocolError
 from common.contract.ids import Handle, Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import (
+from common.contract.messages.fields import (
     MAX_CACHE_EVENTS,
     MAX_OPEN_REQUESTS,
     MAX_PREFIX_BLOCKS,
     MAX_STEP_TOKENS,
     MAX_TOKENS,
     MAX_TOLD_TOKENS,
-    MESSAGES,
-    Abort,
-    AttachPrefix,
-    AttachSequence,
-    BlocksReady,
-    Decode,
-    Failed,
-    Goodbye,
-    Heartbeat,
-    Hello,
     Message,
-    Phase,
-    Prefill,
-    PrefillDone,
-    PrefixHint,
-    PromptLogprobs,
     RequestMessage,
-    Role,
-    Settle,
-    Source,
-    StepTokens,
-    Timings,
-    TokenLogprobs,
-    Tokens,
-    Welcome,
 )
+from common.contract.messages.gateway import Abort, Decode, Prefill, PrefixHint, Source
+from common.contract.messages.handoff import AttachPrefix, AttachSequence, BlocksReady, PrefillDone, Settle
+from common.contract.messages.session import Goodbye, Heartbeat, Hello, Phase, Role, Welcome
+from common.contract.messages.worker import Failed, PromptLogprobs, StepTokens, Timings, TokenLogprobs, Tokens
 from common.contract.sampling import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,

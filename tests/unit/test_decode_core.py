@@ -9,7 +9,9 @@ from step_tokens import handles
 
 from common.contract.block_hashes import block_hashes
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import AttachPrefix, AttachSequence, Decode, Message
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Decode
+from common.contract.messages.handoff import AttachPrefix, AttachSequence
 from common.contract.sampling import SamplingParams
 from common.worker.events import Action, AskMask, Compute, Event, MaskMade, Received, StepEnded, StepWanted
 

@@ -6,7 +6,7 @@ import pytest
 from decode_bench import EAGER, Bench, request, tokens
 
 from common.contract.ids import LeaseId
-from common.contract.messages import BlocksReady
+from common.contract.messages.handoff import BlocksReady
 from common.contract.tiers import Tier
 from common.scheduling.costs import Costs
 from decode_worker.request import DecodeRequest, Generation, Stage

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from decode_bench import EAGER, ENDLESS, Bench, request, tokens
 
-from common.contract.messages import FinishReason, TokenLogprobs
+from common.contract.messages.fields import FinishReason
+from common.contract.messages.worker import TokenLogprobs
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from decode_worker import request as request_module

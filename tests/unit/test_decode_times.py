@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decode_bench import EAGER, Bench, request
 
-from common.contract.messages import DecodeTimes, PromptTimes
+from common.contract.messages.worker import DecodeTimes, PromptTimes
 from decode_worker.request import DecodeRequest, Generation, Stage
 from decode_worker.times import prompt_times_of, timings_of
 from kv_transfer.pull_times import PullTimes

@@ -15,7 +15,7 @@ from kubernetes_api import DECODE, NAMESPACE, PREFILL, FakeApi, Pod, running_api
 from prometheus_client import CollectorRegistry
 from waiting import StandingClock
 
-from common.contract.messages import Role
+from common.contract.messages.session import Role
 from common.runtime.clock import Clock, monotonic
 from gateway.workers import discovery, endpoint_slices
 from gateway.workers.discovery import Discovery, DnsSource, Endpoint, SourceError

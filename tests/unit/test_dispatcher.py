@@ -12,19 +12,9 @@ import pytest
 from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, heartbeat, settle, text, welcome
 
 from common.contract.errors import Cause, FingerprintMismatchError
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Decode,
-    HelloRefused,
-    Prefill,
-    PrefixHint,
-    PromptLogprobs,
-    Role,
-    Source,
-    Tokens,
-    TokenScores,
-)
+from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, PrefixHint, Source
+from common.contract.messages.session import HelloRefused, Role
+from common.contract.messages.worker import PromptLogprobs, Tokens, TokenScores
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.config import GatewaySettings, load

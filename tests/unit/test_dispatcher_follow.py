@@ -17,7 +17,7 @@ from benchmarks.scripted_workers import ScriptedPool, ScriptedWorker
 from common.contract.errors import Cause
 from common.contract.ids import new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages import HelloRefused, Role
+from common.contract.messages.session import HelloRefused, Role
 from common.contract.sampling import SamplingParams
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatch.dispatcher import Dispatcher

@@ -10,7 +10,9 @@ import pytest
 from dispatcher_bench import D2, D3, Bench, D, P, Time, heartbeat, settle, text
 
 from common.contract.ids import RequestKey
-from common.contract.messages import Cut, Decode, Phase
+from common.contract.messages.gateway import Decode
+from common.contract.messages.session import Phase
+from common.contract.messages.worker import Cut
 from common.contract.sampling import MAX_CHOICES
 from gateway.dispatch import leaving
 from gateway.dispatch.dispatcher import _MOST_A_TURN

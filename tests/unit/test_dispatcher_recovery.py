@@ -25,7 +25,9 @@ from dispatcher_bench import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Abort, Cut, Decode, Phase, Prefill, Role, Suspicion
+from common.contract.messages.gateway import Abort, Decode, Prefill, Suspicion
+from common.contract.messages.session import Phase, Role
+from common.contract.messages.worker import Cut
 from common.runtime.channel import RECONNECT_S
 from gateway.serving.flow import FIRST_DELAY_S
 from gateway.serving.generation import GenerationFailed

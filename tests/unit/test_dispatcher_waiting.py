@@ -12,7 +12,8 @@ from dispatcher_bench import D2, D3, P2, Bench, D, P, Time, failure, heartbeat, 
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Decode, Phase, Prefill
+from common.contract.messages.gateway import Decode, Prefill
+from common.contract.messages.session import Phase
 from gateway.dispatch.dispatcher import _MOST_A_TURN
 from gateway.serving.flow import MAX_FAILURES
 from gateway.serving.generation import Delta, GenerationFailed

@@ -10,7 +10,8 @@ from dispatcher_bench import D2, P2, Bench, D, P, Time, heartbeat, settle
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import DecodeTimes, Phase, PromptTimes, Timings
+from common.contract.messages.session import Phase
+from common.contract.messages.worker import DecodeTimes, PromptTimes, Timings
 from gateway.serving.waterfall import Stage, Waterfall
 
 

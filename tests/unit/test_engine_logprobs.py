@@ -11,7 +11,9 @@ from checkpoints import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from common.contract.ids import RequestId
-from common.contract.messages import LEAST_LOGPROB, MAX_TOLD_TOKENS, Prefill, PromptLogprobs, TokenScores
+from common.contract.messages.fields import LEAST_LOGPROB, MAX_TOLD_TOKENS
+from common.contract.messages.gateway import Prefill
+from common.contract.messages.worker import PromptLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import logprobs
 from common.engine.batch import InvalidLogitsError, Slice

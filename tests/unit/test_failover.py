@@ -26,7 +26,8 @@ from flow_run import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Abort, Ack, Decode, Prefill, Role, Suspicion
+from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, Suspicion
+from common.contract.messages.session import Role
 from gateway.serving import flow as rules
 from gateway.serving.attempt import Deliver
 from gateway.serving.flow import FlowState

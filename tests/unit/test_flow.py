@@ -38,20 +38,10 @@ from hypothesis import strategies as st
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation
-from common.contract.messages import (
-    Abort,
-    Ack,
-    Decode,
-    FinishReason,
-    Message,
-    Prefill,
-    PrefixHint,
-    Resend,
-    Role,
-    Source,
-    TokenLogprobs,
-    Tokens,
-)
+from common.contract.messages.fields import FinishReason, Message
+from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, PrefixHint, Resend, Source
+from common.contract.messages.session import Role
+from common.contract.messages.worker import TokenLogprobs, Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Deliver

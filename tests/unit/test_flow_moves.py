@@ -29,7 +29,8 @@ from flow_run import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages import Abort, Ack, Decode, Message, Prefill, Resend, Suspicion
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, Resend, Suspicion
 from gateway.serving.flow import FlowState
 from gateway.serving.flow_actions import PlacementRequest
 

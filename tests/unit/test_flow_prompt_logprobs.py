@@ -11,7 +11,7 @@ import pytest
 from flow_run import D2, FINISHED, P2, PROMPT, START, D, P, Run, failed, of_prompt, resend, tokens
 
 from common.contract.errors import Cause
-from common.contract.messages import Decode, Prefill, Resend
+from common.contract.messages.gateway import Decode, Prefill, Resend
 from gateway.serving.attempt import Deliver, DeliverPrompt
 from gateway.serving.flow import FlowState
 

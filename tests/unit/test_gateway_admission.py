@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from test_registry_router import LIFE, load, view, welcome
 
-from common.contract.messages import Heartbeat, Role
+from common.contract.messages.session import Heartbeat, Role
 from common.contract.tiers import Tier
 from gateway.dispatch import estimates
 from gateway.dispatch.router import Expected

@@ -35,7 +35,7 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import Cause
-from common.contract.messages import FinishReason
+from common.contract.messages.fields import FinishReason
 from common.contract.sampling import MAX_SEED
 from common.contract.tiers import Tier
 from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness

@@ -15,7 +15,7 @@ from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, en
 from tool_models import tokens_of, tool_tokenizer
 
 from common.contract.errors import Cause
-from common.contract.messages import Tokens
+from common.contract.messages.worker import Tokens
 from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta
 from gateway.text.answer_parts import AnswerParts, AnswerPlan
 from gateway.text.choice_text import ChoiceText, Piece

@@ -24,7 +24,7 @@ from gateway_fixtures import (
 from test_openapi import assert_described
 
 from common.contract.errors import Cause
-from common.contract.messages import TokenScores
+from common.contract.messages.worker import TokenScores
 from gateway.serving.generation import GenerationFailed, PromptDelta
 from gateway.text.prompt_text import PromptText
 

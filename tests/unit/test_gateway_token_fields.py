@@ -25,7 +25,8 @@ from gateway_fixtures import (
 )
 
 from common.contract.ids import RequestId, RequestKey
-from common.contract.messages import PromptTimes, Role, Timings
+from common.contract.messages.session import Role
+from common.contract.messages.worker import PromptTimes, Timings
 from gateway.answer.chunk_encoder import encode_in_pieces
 from gateway.serving.generation import Delta, Generation, PromptDelta
 

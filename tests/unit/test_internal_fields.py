@@ -11,9 +11,10 @@ import pytest
 from dispatcher_bench import Bench, D, P
 from gateway_fixtures import CHAT, CHAT_PATH, COMPLETION, COMPLETIONS_PATH, serve
 
-from common.contract.codec import encode
+from common.contract.codec import MESSAGES, encode
 from common.contract.ids import RequestId, new_incarnation
-from common.contract.messages import MESSAGES, Decode, Message, Prefill
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Decode, Prefill
 
 FORGED = "forged4711"
 NUMBER = 471147114711471

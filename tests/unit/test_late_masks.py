@@ -12,7 +12,8 @@ from migration_bench import BUDGET_S, GATEWAY, Pause, Site, World
 from step_tokens import handles
 
 from common.contract.ids import RequestId
-from common.contract.messages import Abort, Decode, Failed, Finished
+from common.contract.messages.gateway import Abort, Decode
+from common.contract.messages.worker import Failed, Finished
 from common.contract.sampling import SamplingParams
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.masks import Tell

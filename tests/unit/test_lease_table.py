@@ -12,21 +12,20 @@ from next_times import next_expiry
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
-from common.contract.messages import (
+from common.contract.messages.fields import FinishReason, Message
+from common.contract.messages.gateway import Source
+from common.contract.messages.handoff import (
     Attach,
     AttachPrefix,
     AttachSequence,
     BlocksReady,
     Detach,
-    FinishReason,
-    Message,
     OfferWithdrawn,
     PrefillDone,
     Settle,
     Settled,
-    Source,
-    Tokens,
 )
+from common.contract.messages.worker import Tokens
 from kv_transfer import lease_table, parked
 from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
 from kv_transfer.lease_table import LeaseAction, LeaseTable

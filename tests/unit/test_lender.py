@@ -10,19 +10,19 @@ import pytest
 from common.contract.block_hashes import BlockHash, block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import (
+from common.contract.messages.fields import Message
+from common.contract.messages.handoff import (
     Attach,
     AttachPrefix,
     AttachSequence,
     BlocksReady,
     Detach,
-    Message,
     OfferWithdrawn,
     PrefillDone,
     Settle,
     Settled,
-    Tokens,
 )
+from common.contract.messages.worker import Tokens
 from kv_transfer import lender as lending
 from kv_transfer.events import Consequence, LeaseDropped, Released, Send, Serve, TransferAction, Unpinned
 from kv_transfer.lender import LENT_TTL_S, Lender

@@ -12,26 +12,11 @@ from step_tokens import handles
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey
-from common.contract.messages import (
-    AttachSequence,
-    Cut,
-    Decode,
-    Detach,
-    Drain,
-    Failed,
-    Finished,
-    Message,
-    Moved,
-    OfferWithdrawn,
-    Phase,
-    PrefillDone,
-    Resend,
-    Resume,
-    Settle,
-    Settled,
-    TokenLogprobs,
-    Tokens,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Decode, Drain, Resend, Resume
+from common.contract.messages.handoff import AttachSequence, Detach, OfferWithdrawn, PrefillDone, Settle, Settled
+from common.contract.messages.session import Phase
+from common.contract.messages.worker import Cut, Failed, Finished, Moved, TokenLogprobs, Tokens
 from common.contract.sampling import SamplingParams
 from decode_worker import answers as answers_module
 from decode_worker import migration as migration_module

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.ids import RequestId, RequestKey
-from common.contract.messages import Prefill
+from common.contract.messages.gateway import Prefill
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, SampledToken, Samples, Slice
 from common.engine.penalties import penalised

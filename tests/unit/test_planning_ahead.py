@@ -9,7 +9,8 @@ import pytest
 from decode_bench import EAGER, Bench, request
 from migration_bench import Pause, World
 
-from common.contract.messages import Cancelled, Suspicion
+from common.contract.messages.gateway import Suspicion
+from common.contract.messages.worker import Cancelled
 from decode_worker.columns import DecodeColumns
 from decode_worker.request import Generation, Stage
 from decode_worker.step import Step

@@ -12,7 +12,8 @@ import pytest
 from dispatcher_bench import D2, P2, Bench, D, P, heartbeat
 
 from common.contract.errors import Cause
-from common.contract.messages import Cut, Phase
+from common.contract.messages.session import Phase
+from common.contract.messages.worker import Cut
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.dashboard.pool_view import MAX_REQUESTS, Names, pool_view

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash, block_hashes
 from common.contract.ids import Incarnation
-from common.contract.messages import MAX_CACHE_EVENTS, CacheEvents, Message
+from common.contract.messages.fields import MAX_CACHE_EVENTS, Message
+from common.contract.messages.worker import CacheEvents
 from common.engine.block_pool import BlockPool
 from common.engine.cache_feed import CacheFeed
 from gateway.workers.prefix_index import NUM_PARTS, PrefixIndex

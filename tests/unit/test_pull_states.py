@@ -10,21 +10,20 @@ import pytest
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
-from common.contract.messages import (
+from common.contract.messages.fields import FinishReason, Message
+from common.contract.messages.gateway import Source
+from common.contract.messages.handoff import (
     Attach,
     AttachPrefix,
     AttachSequence,
     BlocksReady,
     Detach,
-    FinishReason,
-    Message,
     OfferWithdrawn,
     PrefillDone,
     Settle,
     Settled,
-    Source,
-    Tokens,
 )
+from common.contract.messages.worker import Tokens
 from kv_transfer.pull import (
     Abandoned,
     Admit,

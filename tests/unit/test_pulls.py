@@ -15,27 +15,20 @@ from transport_source import Cache, make_transport
 from common.contract.block_hashes import BlockHash, block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_incarnation
-from common.contract.messages import (
+from common.contract.messages.fields import FinishReason, Message
+from common.contract.messages.gateway import Source
+from common.contract.messages.handoff import (
     Attach,
     AttachPrefix,
     BlocksReady,
     Detach,
-    FinishReason,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    HelloRequired,
-    Message,
     OfferWithdrawn,
-    Phase,
     PrefillDone,
-    Role,
     Settle,
     Settled,
-    Source,
-    Tokens,
-    Welcome,
 )
+from common.contract.messages.session import Goodbye, Heartbeat, Hello, HelloRequired, Phase, Role, Welcome
+from common.contract.messages.worker import Tokens
 from common.runtime.channel import ControlServer
 from common.runtime.clock import monotonic
 from common.runtime.config import PrefillSettings

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
-from common.contract.messages import Heartbeat, Phase, PrefixHint, Role, Source, Welcome
+from common.contract.messages.gateway import PrefixHint, Source
+from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.dispatch.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
 from gateway.workers.load_table import LoadTable

@@ -13,17 +13,9 @@ from played_source import FINGERPRINT, WAIT_S, PlayedSource
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
-from common.contract.messages import (
-    Attach,
-    Detach,
-    Goodbye,
-    Hello,
-    HelloRefused,
-    HelloRequired,
-    Message,
-    Role,
-    Welcome,
-)
+from common.contract.messages.fields import Message
+from common.contract.messages.handoff import Attach, Detach
+from common.contract.messages.session import Goodbye, Hello, HelloRefused, HelloRequired, Role, Welcome
 from common.runtime.clock import Pulse
 from common.runtime.peer_networks import PeerNetworks
 from kv_transfer.source_links import SourceLinks

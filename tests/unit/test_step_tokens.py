@@ -10,7 +10,9 @@ from flow_run import START, Run, failed, life, of_prompt, tokens
 
 from common.contract.errors import Cause
 from common.contract.ids import Handle, Incarnation, RequestKey
-from common.contract.messages import MAX_STEP_TOKENS, Ack, Decode, Message, Resend, StepTokens, Suspicion
+from common.contract.messages.fields import MAX_STEP_TOKENS, Message
+from common.contract.messages.gateway import Ack, Decode, Resend, Suspicion
+from common.contract.messages.worker import StepTokens
 from decode_worker.step_tokens import StepReport
 from gateway.serving.generation import Delta
 

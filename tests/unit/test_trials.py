@@ -12,7 +12,9 @@ import pytest
 from decode_bench import EAGER, Bench
 
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages import Message, Prefill, Suspicion, Trial
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Prefill, Suspicion
+from common.contract.messages.worker import Trial
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs

@@ -16,14 +16,14 @@ from zmq.utils.monitor import recv_monitor_message
 from common.contract.codec import MAX_FRAME_BYTES, decode, encode
 from common.contract.errors import ProtocolError
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import (
+from common.contract.messages.fields import Message
+from common.contract.messages.session import (
     Goodbye,
     Heartbeat,
     HeartbeatEcho,
     Hello,
     HelloRefused,
     HelloRequired,
-    Message,
     Welcome,
 )
 from common.runtime.channel.ends import (

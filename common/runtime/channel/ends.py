@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from common.contract.codec import encode_some
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import Decode, Message, Prefill, StepTokens
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Decode, Prefill
+from common.contract.messages.worker import StepTokens
 from common.runtime.clock import Pulse
 
 MAX_OUTBOX_MESSAGES = 65_536

@@ -15,14 +15,14 @@ import zmq.asyncio
 from common.contract.codec import MAX_FRAME_BYTES, decode, encode
 from common.contract.errors import Cause, FingerprintMismatchError, OperatorError, ProtocolError
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages import (
+from common.contract.messages.fields import Message
+from common.contract.messages.session import (
     Goodbye,
     Heartbeat,
     HeartbeatEcho,
     Hello,
     HelloRefused,
     HelloRequired,
-    Message,
     Role,
     Welcome,
 )
