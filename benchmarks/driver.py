@@ -27,7 +27,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.runner import ModelRunner
 from common.engine.sequence import finish_reason
 from decode_worker.columns import DecodeColumns
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt
+from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from kv_transfer.pull import Pull
@@ -232,8 +232,8 @@ class Driver:
         self._time()
         self.num_steps += 1
         self.pool.step_finished(number)
-        for generation, (outcome,) in zip(step.decodes, outcomes, strict=False):
-            self._advance(generation, outcome)
+        for choice, (outcome,) in zip(step.decodes, outcomes, strict=False):
+            self._advance(choice, outcome)
         by_chunk = dict(zip(map(id, step.chunks), outcomes[len(step.decodes) :], strict=True))
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last:
@@ -243,9 +243,9 @@ class Driver:
         return True
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
-        if prompt.generation is not None:
-            self.scheduler.sequences.recomputed(prompt.generation, self.now)
-            self._advance(prompt.generation, outcomes[0])
+        if prompt.choice is not None:
+            self.scheduler.sequences.recomputed(prompt.choice, self.now)
+            self._advance(prompt.choice, outcomes[0])
             return
         self.scheduler.computed(prompt.request, self._first_tokens(prompt.request, outcomes), self.now)
         self._take_firsts(prompt.request)
@@ -265,20 +265,20 @@ class Driver:
         ]
 
     def _take_firsts(self, request: DecodeRequest) -> None:
-        for generation in request.generations:
-            self._record(request, generation.sequence.token_ids[-1])
+        for choice in request.choices:
+            self._record(request, choice.sequence.token_ids[-1])
         if request.finished:
             self._close(request)
 
-    def _advance(self, generation: Generation, outcome: Sampled) -> None:
-        sequence, token = generation.sequence, _token(outcome)
+    def _advance(self, choice: DecodeChoice, outcome: Sampled) -> None:
+        sequence, token = choice.sequence, _token(outcome)
         sequence.num_computed = sequence.num_tokens
-        generation.append(token, None, self._reason(generation.request, token, sequence.num_output + 1))
-        self._record(generation.request, token)
-        if generation.finish_reason is not None:
-            self.scheduler.sequences.remove(generation)
-            if generation.request.finished:
-                self._close(generation.request)
+        choice.append(token, None, self._reason(choice.request, token, sequence.num_output + 1))
+        self._record(choice.request, token)
+        if choice.finish_reason is not None:
+            self.scheduler.sequences.remove(choice)
+            if choice.request.finished:
+                self._close(choice.request)
 
     def _reason(self, request: DecodeRequest, token: int, num_output: int) -> FinishReason | None:
         work = request.work
@@ -306,4 +306,4 @@ def _token(outcome: Sampled) -> int:
 
 
 def _num_samples(prompt: LocalPrompt) -> int:
-    return 1 if prompt.generation is not None else len(prompt.request.work.choices)
+    return 1 if prompt.choice is not None else len(prompt.request.work.choices)

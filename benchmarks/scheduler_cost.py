@@ -26,7 +26,7 @@ from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Stage
+from decode_worker.request import ChoiceStage, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from kv_transfer.pull import Pull
@@ -122,27 +122,27 @@ class Load:
     def end(self, number: int, step: Step) -> None:
         """The step that ran is over: its sequences get their tokens, or end."""
         ended = []
-        for generation in step.decodes:
-            if generation.stage is not Stage.RUNNING:
+        for choice in step.decodes:
+            if choice.stage is not ChoiceStage.RUNNING:
                 continue
-            sequence = generation.sequence
+            sequence = choice.sequence
             sequence.num_computed = sequence.num_tokens
             last = sequence.num_output + 1 >= self.ends[sequence.key.request]
-            generation.append(5, None, "stop" if last else None)
+            choice.append(5, None, "stop" if last else None)
             if last:
-                ended.append(generation)
+                ended.append(choice)
         began = time.thread_time()
         self.pool.step_finished(number)
-        for generation in ended:
-            self.scheduler.sequences.remove(generation)
-            self.scheduler.forget(generation.request)
-            del self.ends[generation.request.work.request]
+        for choice in ended:
+            self.scheduler.sequences.remove(choice)
+            self.scheduler.forget(choice.request)
+            del self.ends[choice.request.work.request]
         live = self.scheduler.chunks_done(step.chunks)
         self.pool.take_changes()
         self.timed += time.thread_time() - began
         for chunk in live:
-            if chunk.last and chunk.prompt.generation is not None:
-                self.scheduler.sequences.recomputed(chunk.prompt.generation, 0.0)
+            if chunk.last and chunk.prompt.choice is not None:
+                self.scheduler.sequences.recomputed(chunk.prompt.choice, 0.0)
 
 
 def measure(num_running: int, num_queued: int, num_steps: int, seed: int, *, pressure: bool) -> dict[str, float]:

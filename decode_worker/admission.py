@@ -16,7 +16,7 @@ from decode_worker.calendar import Calendar
 from decode_worker.forecast import Forecast
 from decode_worker.output_profile import OutputProfile
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation
+from decode_worker.request import DecodeChoice, DecodeRequest
 
 _GOLDEN = 0.6180339887498949
 """Golden ratio less 1. Its multiples, modulo 1, are spread evenly, however many there are."""
@@ -42,7 +42,7 @@ class Admission:
         """Sequences that may hold blocks: a full batch, and some more that join when places become free."""
         self._forecast: Forecast[Key] = Forecast(policy.block_size)
         self._profile = OutputProfile()
-        self._expected_ends: Calendar[Generation] = Calendar()
+        self._expected_ends: Calendar[DecodeChoice] = Calendar()
         """Growing sequences by the step by which they are expected to have ended."""
         self._num_admitted = [0] * len(Tier)
         """Sequences that hold blocks, by the rank of their tier."""
@@ -103,37 +103,37 @@ class Admission:
         self._forecast.remove(key)
         self._num_admitted[key[0].work.tier.rank] -= 1
 
-    def left(self, generation: Generation) -> None:
+    def left(self, choice: DecodeChoice) -> None:
         """A sequence that has a first token has released its blocks."""
-        self._expected_ends.discard(generation)
-        self.leave(generation.key)
+        self._expected_ends.discard(choice)
+        self.leave(choice.key)
 
-    def joined(self, generation: Generation, step: int) -> None:
+    def joined(self, choice: DecodeChoice, step: int) -> None:
         """A sequence that holds blocks joins the batch: from now on it grows, and its end is expected by its
         progress."""
-        _, num_private = self._forecast.held(generation.key)
-        end_step = step + self._steps_left(generation)
-        self._forecast.put(generation.key, step=step, end_step=end_step, num_private=num_private)
-        self._expected_ends.put(end_step, (generation,))
+        _, num_private = self._forecast.held(choice.key)
+        end_step = step + self._steps_left(choice)
+        self._forecast.put(choice.key, step=step, end_step=end_step, num_private=num_private)
+        self._expected_ends.put(end_step, (choice,))
 
-    def paused(self, generation: Generation, step: int, num_private: int) -> None:
+    def paused(self, choice: DecodeChoice, step: int, num_private: int) -> None:
         """A running sequence waits for a place again, and does not grow."""
-        self._expected_ends.discard(generation)
-        self._forecast.stop(generation.key, step=step, num_private=num_private)
+        self._expected_ends.discard(choice)
+        self._forecast.stop(choice.key, step=step, num_private=num_private)
 
-    def ended(self, generation: Generation) -> None:
+    def ended(self, choice: DecodeChoice) -> None:
         """A sequence has ended as its client wanted: add its length to the lengths that predict others."""
-        self._profile.observe(generation.request.work.tier, generation.sequence.num_output)
+        self._profile.observe(choice.request.work.tier, choice.sequence.num_output)
 
     def look_again(self, step: int) -> None:
         """Give a new expected end to sequences that were expected to have ended before `step`, and have not."""
-        for generation in self._expected_ends.take(step):
+        for choice in self._expected_ends.take(step):
             # With its old rank, a sequence would be expected to end just above its present length again and again.
-            generation.rank = (generation.rank + _GOLDEN) % 1.0
+            choice.rank = (choice.rank + _GOLDEN) % 1.0
             # Less than a block's worth of steps would not change the forecast.
-            end_step = step + max(self._steps_left(generation), self._policy.block_size)
-            self._forecast.postpone(generation.key, end_step)
-            self._expected_ends.put(end_step, (generation,))
+            end_step = step + max(self._steps_left(choice), self._policy.block_size)
+            self._forecast.postpone(choice.key, end_step)
+            self._expected_ends.put(end_step, (choice,))
 
     def steps_left(self, work: Decode, num_tokens: int, rank: float) -> int:
         """Number of further steps that a sequence of `num_tokens` tokens is expected to take; at least 1."""
@@ -141,8 +141,8 @@ class Admission:
         most = min(work.sampling.max_tokens, self._policy.max_sequence_tokens - work.prompt_len)
         return max(1, self._profile.predict(work.tier, num_output, rank, most) - num_output)
 
-    def _steps_left(self, generation: Generation) -> int:
-        return self.steps_left(generation.request.work, generation.sequence.num_tokens, generation.rank)
+    def _steps_left(self, choice: DecodeChoice) -> int:
+        return self.steps_left(choice.request.work, choice.sequence.num_tokens, choice.rank)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

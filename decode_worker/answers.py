@@ -12,7 +12,7 @@ from common.engine.batch import Scored
 from common.engine.prompt import prompt_logprobs
 from common.worker.agenda import Agenda
 from decode_worker.migration import Departures
-from decode_worker.request import DecodeRequest, Generation
+from decode_worker.request import DecodeChoice, DecodeRequest
 from decode_worker.step_tokens import StepReport
 from decode_worker.times import timings_of
 
@@ -26,20 +26,20 @@ class Answers:
         self.step = StepReport()
         """Tokens of the step that has just ended."""
 
-    def tokens(self, generation: Generation) -> None:
+    def tokens(self, choice: DecodeChoice) -> None:
         """Send the tokens that the gateway has not been sent: with the step's others if there is one, and nothing else
         to be told with it."""
-        gateway, sequence = generation.request.gateway, generation.sequence
-        if not generation.num_sent or generation.finish_reason is not None:
-            generation.timings = timings_of(generation, self._agenda.now)
-            self._agenda.send(gateway, generation.timings)
-            self._agenda.send(gateway, generation.tokens(generation.num_sent))
+        gateway, sequence = choice.request.gateway, choice.sequence
+        if not choice.num_sent or choice.finish_reason is not None:
+            choice.timings = timings_of(choice, self._agenda.now)
+            self._agenda.send(gateway, choice.timings)
+            self._agenda.send(gateway, choice.tokens(choice.num_sent))
         elif sequence.sampling.logprobs is not None:
-            self._agenda.send(gateway, generation.tokens(generation.num_sent))
+            self._agenda.send(gateway, choice.tokens(choice.num_sent))
         else:
-            assert generation.num_sent == sequence.num_tokens - 1, sequence
-            self.step.add(gateway, generation.handle, generation.num_sent, sequence.token_ids[-1])
-        generation.num_sent = sequence.num_tokens
+            assert choice.num_sent == sequence.num_tokens - 1, sequence
+            self.step.add(gateway, choice.handle, choice.num_sent, sequence.token_ids[-1])
+        choice.num_sent = sequence.num_tokens
 
     def step_ended(self) -> None:
         """Every sequence has its token of the step: send those that go together."""
@@ -73,14 +73,14 @@ class Answers:
 
     def again(self, request: DecodeRequest, message: Resend) -> None:
         """Repeat what a gateway has lost of a choice, from `message.position` on."""
-        for generation in request.generations:
-            sequence = generation.sequence
+        for choice in request.choices:
+            sequence = choice.sequence
             if sequence.choice == message.choice:
-                if message.position < sequence.num_tokens and generation.timings is not None:
-                    self._agenda.send(request.gateway, generation.timings)
-                first = max(message.position, generation.first_position)
+                if message.position < sequence.num_tokens and choice.timings is not None:
+                    self._agenda.send(request.gateway, choice.timings)
+                first = max(message.position, choice.first_position)
                 for position in range(first, sequence.num_tokens, MAX_TOLD_TOKENS):
-                    self._agenda.send(request.gateway, generation.tokens(position))
-                self._departures.tell_again(generation)
+                    self._agenda.send(request.gateway, choice.tokens(position))
+                self._departures.tell_again(choice)
         if request.finished:
             self.finished(request)

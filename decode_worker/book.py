@@ -8,7 +8,7 @@ from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
 from decode_worker.answers import Answers
 from decode_worker.migration import Arrivals, Departures
-from decode_worker.request import DecodeRequest, Generation, RequestEvent, RequestState
+from decode_worker.request import DecodeChoice, DecodeRequest, RequestEvent, RequestState
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.pulls import Pulls
 
@@ -25,7 +25,7 @@ class Book:
         pulls: Pulls,
         arrivals: Arrivals,
         departures: Departures,
-        masks: MaskAsks[DecodeRequest | Generation],
+        masks: MaskAsks[DecodeRequest | DecodeChoice],
         front: Front[DecodeRequest],
         answers: Answers,
     ) -> None:
@@ -49,7 +49,7 @@ class Book:
         if not request.finished:
             return
         self.drop(request)
-        if all(generation.moved for generation in request.generations):
+        if all(choice.moved for choice in request.choices):
             request.enter(RequestEvent.END)
             self._front.count("moved")
             return
@@ -83,19 +83,19 @@ class Book:
         del self.requests[request.work.request]
         self._departures.forget(request)
         self._arrivals.forget(request)
-        for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.generations)):
+        for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.choices)):
             self._masks.forget(state)
         self._scheduler.forget(request, wanted=wanted)
 
     # --- masks ---------------------------------------------------------------------------------------------------
 
-    def ask_mask(self, generation: Generation) -> None:
+    def ask_mask(self, choice: DecodeChoice) -> None:
         """A sequence has got a token: compute the mask of the next one, if it has a grammar."""
-        sequence = generation.sequence
-        if sequence.sampling.grammar is None or generation.finish_reason is not None:
+        sequence = choice.sequence
+        if sequence.sampling.grammar is None or choice.finish_reason is not None:
             return
         assert sequence.grammar_state is not None
-        self._scheduler.entrance.mask_awaited(generation)
+        self._scheduler.entrance.mask_awaited(choice)
         self._masks.ask(
-            generation, sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len
+            choice, sequence.sampling.grammar, sequence.grammar_state, sequence.token_ids, sequence.prompt_len
         )

@@ -31,7 +31,7 @@ from common.engine.batch import (
     special,
 )
 from common.engine.sequence import Sequence as TokenSequence
-from decode_worker.request import Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.step_tokens import StepReport
 
 _FIRST_ROWS, _FIRST_BLOCKS = 8, 8
@@ -43,9 +43,9 @@ _ENDS = np.dtype([("num_tokens", "i8"), ("plain", "?"), ("ignores_eos", "?")])
 sequence that is not `plain` needs a closer look at each token."""
 
 
-def next_sample(generation: Generation, position: int) -> Sample:
+def next_sample(choice: DecodeChoice, position: int) -> Sample:
     """The sample of a sequence's token at `position`."""
-    sequence = generation.sequence
+    sequence = choice.sequence
     return Sample(
         params=sequence.sampling,
         choice=sequence.choice,
@@ -61,7 +61,7 @@ def next_sample(generation: Generation, position: int) -> Sample:
 class _Members:
     """The sequences of a step, in its order, and what does not change while they are the same."""
 
-    generations: list[Generation]
+    choices: list[DecodeChoice]
     sequences: list[TokenSequence]
     handles: list[Handle]
     gateways: list[Incarnation]
@@ -85,21 +85,19 @@ class Decoding:
         """Append to each sequence that runs its token, and report it, if the sequence goes on and nothing else is to be
         told or done. Returns the number of these sequences, and the indices of the others that run."""
         members = self._members
-        num = len(members.generations)
+        num = len(members.choices)
         token_ids = chosen.token_ids if len(chosen.token_ids) == num else chosen.token_ids[:num]
         going_on = self._going_on(np.array(token_ids, np.int64), chosen).tolist()
         others = []
-        for index, (generation, token_id, goes_on) in enumerate(
-            zip(members.generations, token_ids, going_on, strict=True)
-        ):
-            if goes_on and generation.num_sent and generation.stage is Stage.RUNNING:
-                sequence = generation.sequence
+        for index, (choice, token_id, goes_on) in enumerate(zip(members.choices, token_ids, going_on, strict=True)):
+            if goes_on and choice.num_sent and choice.stage is ChoiceStage.RUNNING:
+                sequence = choice.sequence
                 sequence.num_computed = num_computed = len(sequence.token_ids)
                 sequence.token_ids.append(token_id)
-                generation.num_sent = num_computed + 1
+                choice.num_sent = num_computed + 1
             else:
                 going_on[index] = False
-                if generation.stage is Stage.RUNNING:
+                if choice.stage is ChoiceStage.RUNNING:
                     others.append(index)
         self._report(token_ids, going_on, report)
         return sum(going_on), others
@@ -130,7 +128,7 @@ class DecodeColumns:
     def __init__(self, max_sequence_tokens: int, eos_token_ids: Collection[int]) -> None:
         self._max_sequence_tokens = max_sequence_tokens
         self._eos_token_ids = eos_token_ids
-        self._rows: dict[Generation, int] = {}
+        self._rows: dict[DecodeChoice, int] = {}
         self._free = list(range(_FIRST_ROWS))
         self._parameters_S = np.zeros(_FIRST_ROWS, PARAMETERS)
         self._ends_S = np.zeros(_FIRST_ROWS, _ENDS)
@@ -143,25 +141,25 @@ class DecodeColumns:
         """Those of the members."""
         self._members = self._seat([])
 
-    def decoding(self, generations: Sequence[Generation], before: Sequence[Generation] = ()) -> Decoding:
-        """The decodes of a step of `generations`, at least one. `before` are the decodes of the step that still
+    def decoding(self, choices: Sequence[DecodeChoice], before: Sequence[DecodeChoice] = ()) -> Decoding:
+        """The decodes of a step of `choices`, at least one. `before` are the decodes of the step that still
         runs."""
-        if generations != self._members.generations:
-            self._members = self._seat(list(generations))
+        if choices != self._members.choices:
+            self._members = self._seat(list(choices))
         members = self._members
-        num = len(members.generations)
+        num = len(members.choices)
         texts = [each.token_ids for each in members.sequences]
         num_tokens_D = np.fromiter(map(len, texts), np.int64, num)
         num_blocks_D = self._update_tables()
         follows_D = np.full(num, NO_SAMPLE)
         if before:
-            follows_D = _places(members.generations, before)
+            follows_D = _places(members.choices, before)
             num_tokens_D += follows_D != NO_SAMPLE
         positions = num_tokens_D.tolist() if members.special else []
         samples = Samples(
             parameters_N=members.parameters_D,
             positions_N=num_tokens_D,
-            special={index: next_sample(members.generations[index], positions[index]) for index in members.special},
+            special={index: next_sample(members.choices[index], positions[index]) for index in members.special},
         )
         decodes = Decodes(
             sequences=members.sequences,
@@ -176,38 +174,38 @@ class DecodeColumns:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two steps."""
-        assert set(self._rows) == set(self._members.generations)
+        assert set(self._rows) == set(self._members.choices)
         assert sorted([*self._rows.values(), *self._free]) == list(range(len(self._tables_SM))), "a row is lost"
 
-    def _seat(self, generations: list[Generation]) -> _Members:
+    def _seat(self, choices: list[DecodeChoice]) -> _Members:
         """Give rows to the sequences that have none, and take those of the sequences that are gone."""
         rows = self._rows
-        for gone in rows.keys() - generations:
+        for gone in rows.keys() - choices:
             self._free.append(rows.pop(gone))
-        for generation in generations:
-            if generation not in rows:
-                rows[generation] = self._fill(generation)
-        rows_D = np.fromiter((rows[each] for each in generations), np.int64, len(generations))
-        gateways = [each.request.gateway for each in generations]
+        for choice in choices:
+            if choice not in rows:
+                rows[choice] = self._fill(choice)
+        rows_D = np.fromiter((rows[each] for each in choices), np.int64, len(choices))
+        gateways = [each.request.gateway for each in choices]
         self._written = [self._tables_S[row] for row in rows_D.tolist()]
         return _Members(
-            generations,
-            [each.sequence for each in generations],
-            [each.handle for each in generations],
+            choices,
+            [each.sequence for each in choices],
+            [each.handle for each in choices],
             gateways,
             len(set(gateways)) == 1,
             rows_D,
             self._parameters_S[rows_D],
             self._ends_S[rows_D],
-            [index for index, each in enumerate(generations) if special(each.sequence.sampling)],
+            [index for index, each in enumerate(choices) if special(each.sequence.sampling)],
         )
 
-    def _fill(self, generation: Generation) -> int:
+    def _fill(self, choice: DecodeChoice) -> int:
         """Write what does not change while the sequence decodes to a free row; returns its number."""
         if not self._free:
             self._grow_rows()
         row = self._free.pop()
-        sequence = generation.sequence
+        sequence = choice.sequence
         sampling = sequence.sampling
         self._parameters_S[row] = parameters(sampling, sequence.choice)
         most_tokens = min(sequence.prompt_len + sampling.max_tokens, self._max_sequence_tokens)
@@ -246,12 +244,12 @@ class DecodeColumns:
         self._tables_S += [()] * num
 
 
-def _places(generations: Sequence[Generation], before: Sequence[Generation]) -> Ints:
+def _places(choices: Sequence[DecodeChoice], before: Sequence[DecodeChoice]) -> Ints:
     """Index in `before` of each sequence; `NO_SAMPLE` if it is not there."""
-    if generations == before:
+    if choices == before:
         return np.arange(len(before))
     places = {each: index for index, each in enumerate(before)}
-    return np.array([places.get(each, NO_SAMPLE) for each in generations], np.int64)
+    return np.array([places.get(each, NO_SAMPLE) for each in choices], np.int64)
 
 
 def _larger(array: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

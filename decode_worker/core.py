@@ -62,11 +62,11 @@ from decode_worker.entrance import PLACES
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import (
+    ChoiceStage,
+    DecodeChoice,
     DecodeRequest,
-    Generation,
     RequestEvent,
     RequestState,
-    Stage,
 )
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.steps import DecodePlan, DecodeSteps
@@ -119,7 +119,7 @@ class DecodeCore:
         )
         self.totals = view.DecodeTotals()
         self.answers = Answers(self._agenda, self.departures)
-        self._masks: MaskAsks[DecodeRequest | Generation] = MaskAsks(self._agenda)
+        self._masks: MaskAsks[DecodeRequest | DecodeChoice] = MaskAsks(self._agenda)
         self.book = Book(
             self.scheduler, self.pulls, self.arrivals, self.departures, self._masks, self.front, self.answers
         )
@@ -204,9 +204,9 @@ class DecodeCore:
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """A sequence's next mask is known, or that of a local prompt's first tokens; or its grammar gave up."""
         subject = self._masks.made(state)
-        if isinstance(subject, Generation):
+        if isinstance(subject, DecodeChoice):
             self.scheduler.entrance.mask_known(subject)
-            if gave_up is not None and subject.stage is not Stage.ENDED:
+            if gave_up is not None and subject.stage is not ChoiceStage.ENDED:
                 self.book.fail(subject.request, Cause.INVALID, gave_up.why)
         elif subject is not None and gave_up is not None:
             self.book.fail(subject, Cause.INVALID, gave_up.why)
@@ -285,12 +285,12 @@ class DecodeCore:
         else:
             self.scheduler.want(request, now)
 
-    def _sequence(self, message: AttachSequence) -> Generation | None:
+    def _sequence(self, message: AttachSequence) -> DecodeChoice | None:
         """The sequence that a sink asks for, if it is here."""
         request = self.book.requests.get(message.sequence.request)
         if request is None or request.key != message.sequence:
             return None
-        return next((each for each in request.generations if each.sequence.choice == message.choice), None)
+        return next((each for each in request.choices if each.sequence.choice == message.choice), None)
 
     def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
         request = self.book.find(message.request)
@@ -307,7 +307,7 @@ class DecodeCore:
         if request is not None and (request.gateway, request.key) == (gateway, message.key):
             del self.book.finished[message.request]
             request.enter(RequestEvent.END)
-            request.generations.clear()  # breaks the reference cycle, which only the garbage collector would free
+            request.choices.clear()  # breaks the reference cycle, which only the garbage collector would free
 
     # --- pulls ---------------------------------------------------------------------------------------------------
 
@@ -337,10 +337,10 @@ class DecodeCore:
         request = self.book.requests[pulled.pull.key.request]
         request.prompt_times = pulled.pull.prompt_times
         self.scheduler.settled(request, pulled.block_ids, pulled.first_tokens, self._agenda.now)
-        for generation in request.generations:
-            if generation.finish_reason is not None:
-                self.answers.tokens(generation)
-            self.book.ask_mask(generation)
+        for choice in request.choices:
+            if choice.finish_reason is not None:
+                self.answers.tokens(choice)
+            self.book.ask_mask(choice)
 
     def _on_pull_failed(self, pull: Pull, cause: Cause | None, message: str) -> None:
         """A pull has ended without valid blocks."""
@@ -398,7 +398,7 @@ class DecodeCore:
         now = self._agenda.now
         for request in [request for request in self.book.requests.values() if request.deadline <= now]:
             state = "decoding"
-            if not request.generations:
+            if not request.choices:
                 state = "computing the prompt" if request.pull is None else request.pull.state.value
             self.book.fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
         self.exchange.tick(now)
@@ -425,7 +425,7 @@ class DecodeCore:
         here = {request for request in self.book.requests.values() if request.state in PLACES}
         assert here == self.scheduler.entrance.requests()
         for request in self.book.requests.values():
-            assert (request.state is RequestState.RUNNING) == bool(request.generations), request.story
+            assert (request.state is RequestState.RUNNING) == bool(request.choices), request.story
             masked = request.grammar_state in self._masks
             assert masked == (request.state is RequestState.MASKED), request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING

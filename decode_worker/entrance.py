@@ -20,7 +20,7 @@ from common.scheduling.turns import Passing, due_at
 from decode_worker.admission import Admission, Newcomer, rank_of
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, RequestEvent, RequestState, StageEvent
+from decode_worker.request import DecodeChoice, DecodeRequest, RequestEvent, RequestState, StageEvent
 from decode_worker.running_batch import RunningBatch, seniority
 
 _LOOK_AHEAD = 4
@@ -61,8 +61,8 @@ class Entrance:
         """Requests whose pull has not settled → blocks of the pull."""
         self._newest_unread: LazyHeap[DecodeRequest] = LazyHeap()
         """Requests of `reserved` whose pull may not have read yet, the newest of the lowest tier first."""
-        self.preempted: LazyHeap[Generation] = LazyHeap()
-        self.awaited: set[Generation] = set()
+        self.preempted: LazyHeap[DecodeChoice] = LazyHeap()
+        self.awaited: set[DecodeChoice] = set()
         """Sequences whose next mask is not known yet. They are in no step, and do not come back."""
         self._num_orders = 0
         self._pressure: tuple[int, int] | None = None
@@ -91,21 +91,21 @@ class Entrance:
         request.sent_back = True
         self.want(request, request.arrived)
 
-    def stand_by(self, generation: Generation, now: float) -> None:
+    def stand_by(self, choice: DecodeChoice, now: float) -> None:
         """A sequence without blocks waits for some."""
-        generation.enter(StageEvent.PREEMPT)
-        generation.preempted_at, generation.num_passed = now, 0
-        generation.paused(now)
-        self.preempted.add(generation, seniority(generation))
+        choice.enter(StageEvent.PREEMPT)
+        choice.preempted_at, choice.num_passed = now, 0
+        choice.paused(now)
+        self.preempted.add(choice, seniority(choice))
         self._look_again = True
 
-    def mask_awaited(self, generation: Generation) -> None:
+    def mask_awaited(self, choice: DecodeChoice) -> None:
         """The sequence's next mask is not known yet: until it is, the sequence is in no step, and is not resumed."""
-        self.awaited.add(generation)
+        self.awaited.add(choice)
 
-    def mask_known(self, generation: Generation) -> None:
+    def mask_known(self, choice: DecodeChoice) -> None:
         """The sequence's next mask is known, or not needed any more."""
-        self.awaited.discard(generation)
+        self.awaited.discard(choice)
         self._look_again = True
 
     def requests(self) -> set[DecodeRequest]:
@@ -125,8 +125,8 @@ class Entrance:
         if reserved or prompt is not None:
             self._pool.release(request.fork_blocks)
             request.fork_blocks = []
-            for choice in request.work.choices:
-                self._admission.leave((request, choice))
+            for index in request.work.choices:
+                self._admission.leave((request, index))
         return reserved
 
     def settled(self, request: DecodeRequest) -> None:
@@ -195,7 +195,7 @@ class Entrance:
         # Blocks that a request of a higher tier waits for go to a lower tier only if that has waited long.
         return back is not None and (waited_long or not any_refused) and self._resume(back, now)
 
-    def _waited_long(self, preempted: Generation | None, now: float) -> bool:
+    def _waited_long(self, preempted: DecodeChoice | None, now: float) -> bool:
         return preempted is not None and now - preempted.preempted_at > self._policy.ageing_s
 
     def _candidates(self, now: float, least_rank: int) -> Iterator[DecodeRequest]:
@@ -236,8 +236,8 @@ class Entrance:
         self._pool.share(held)
         blocks = held + self._pool.allocate(num_new - num_forks)
         request.fork_blocks = self._pool.allocate(num_forks)
-        for choice, newcomer in zip(work.choices, newcomers, strict=True):
-            self._admission.enter((request, choice), newcomer)
+        for index, newcomer in zip(work.choices, newcomers, strict=True):
+            self._admission.enter((request, index), newcomer)
         if not request.sent_back:
             self.num_prefix_queried += num_tokens
             self.num_prefix_hit += len(held) * size
@@ -253,39 +253,39 @@ class Entrance:
             self._prompts.add(request, None, work.token_ids, request.num_cached, blocks, now)
         return True
 
-    def _next_preempted(self) -> Generation | None:
+    def _next_preempted(self) -> DecodeChoice | None:
         """The preempted sequence that comes back first. Its mask must be known, because the last chunk may sample a
         token."""
         first = self.preempted.smallest(1 + len(self.awaited))
-        return next((generation for generation in first if generation not in self.awaited), None)
+        return next((choice for choice in first if choice not in self.awaited), None)
 
-    def _resume(self, generation: Generation, now: float) -> bool:
+    def _resume(self, choice: DecodeChoice, now: float) -> bool:
         """Give a preempted sequence blocks again."""
-        sequence, work = generation.sequence, generation.request.work
-        swapped = bool(generation.host_slots)
+        sequence, work = choice.sequence, choice.request.work
+        swapped = bool(choice.host_slots)
         usable = sequence.num_computed if swapped else sequence.num_tokens - 1
-        held = self._pool.match(generation.chain.hashes[: usable // self._policy.block_size])
+        held = self._pool.match(choice.chain.hashes[: usable // self._policy.block_size])
         num_new = self._policy.blocks_for(sequence.num_tokens) - len(held)
-        newcomer = self._admission.steps_left(work, sequence.num_tokens, generation.rank), num_new
+        newcomer = self._admission.steps_left(work, sequence.num_tokens, choice.rank), num_new
         if not self._has_room(work.tier.rank, num_new, held, [newcomer]):
             return False
-        self.preempted.discard(generation)
+        self.preempted.discard(choice)
         self._pool.share(held)
         sequence.block_table = array("q", held + self._pool.allocate(num_new))
-        self._admission.enter(generation.key, newcomer)
+        self._admission.enter(choice.key, newcomer)
         if swapped:
-            generation.num_kept = len(held)
-            self._batch.add(generation, now)
+            choice.num_kept = len(held)
+            self._batch.add(choice, now)
         else:
             sequence.num_computed = len(held) * self._policy.block_size
-            generation.enter(StageEvent.RECOMPUTE)
+            choice.enter(StageEvent.RECOMPUTE)
             self._prompts.add(
-                generation.request,
-                generation,
+                choice.request,
+                choice,
                 list(sequence.token_ids),
                 sequence.num_computed,
                 sequence.block_table,
-                generation.request.arrived,
+                choice.request.arrived,
             )
         return True
 

@@ -10,7 +10,7 @@ from common.scheduling.costs import Costs
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.turns import due_at
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt
+from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
 
 class LocalPrompts:
@@ -21,7 +21,7 @@ class LocalPrompts:
         self._costs = costs
         self.of_requests: dict[DecodeRequest, LocalPrompt] = {}
         """Requests whose prompt is being computed here."""
-        self.of_sequences: dict[Generation, LocalPrompt] = {}
+        self.of_sequences: dict[DecodeChoice, LocalPrompt] = {}
         """Preempted sequences that are being computed again."""
         self._chunks: ChunkQueue[LocalPrompt] = ChunkQueue(ageing_s=policy.ageing_s)
         self._newest: LazyHeap[LocalPrompt] = LazyHeap()
@@ -36,7 +36,7 @@ class LocalPrompts:
     def add(
         self,
         request: DecodeRequest,
-        generation: Generation | None,
+        choice: DecodeChoice | None,
         token_ids: list[int] | tuple[int, ...],
         num_computed: int,
         block_table: Seq[int],
@@ -45,14 +45,14 @@ class LocalPrompts:
         """Compute the tokens from `num_computed` on: those of a preempted sequence, or (without one) of the request's
         prompt. It ages from `now` on."""
         tier = request.work.tier
-        order = request.order if generation is None else generation.order
+        order = request.order if choice is None else choice.order
         num_left = len(token_ids) - num_computed
         urgency = (tier.rank, due_at(request.arrived, self._policy.ttft_target_s(tier), num_left, self._costs), order)
-        prompt = LocalPrompt(request, generation, token_ids, num_computed, block_table, urgency)
-        if generation is None:
+        prompt = LocalPrompt(request, choice, token_ids, num_computed, block_table, urgency)
+        if choice is None:
             self.of_requests[request] = prompt
         else:
-            self.of_sequences[generation] = prompt
+            self.of_sequences[choice] = prompt
         self._chunks.add(prompt, now)
         self._newest.add(prompt, (-tier.rank, -order))
 
@@ -63,7 +63,7 @@ class LocalPrompts:
         chunks = self._chunks.schedule(budget, budget, now, permitted)
         for chunk in chunks:
             request = chunk.prompt.request
-            if chunk.prompt.generation is None and request.started_at is None:
+            if chunk.prompt.choice is None and request.started_at is None:
                 request.started_at = now
         return chunks
 
@@ -71,9 +71,9 @@ class LocalPrompts:
         """A step has ended; returns its chunks of prompts that are still here."""
         return self._chunks.step_done(chunks)
 
-    def take(self, subject: DecodeRequest | Generation) -> LocalPrompt | None:
+    def take(self, subject: DecodeRequest | DecodeChoice) -> LocalPrompt | None:
         """Remove what is computed for a request or a sequence, whether it is done or not; None if there is nothing."""
-        if isinstance(subject, Generation):
+        if isinstance(subject, DecodeChoice):
             prompt = self.of_sequences.pop(subject, None)
         else:
             prompt = self.of_requests.pop(subject, None)

@@ -35,7 +35,7 @@ from common.contract.messages.handoff import AttachSequence
 from common.contract.messages.worker import Cut, Moved, Tokens
 from common.engine.block_pool import BlockPool
 from decode_worker.entrance import Reservation
-from decode_worker.request import DecodeRequest, Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.lease import withdrawn
 from kv_transfer.lender import Lender
@@ -69,9 +69,9 @@ class Departures:
         self._send = send
         self._checksum = checksum
         self._block_size = block_size
-        self._wanted: dict[Generation, AttachSequence] = {}
+        self._wanted: dict[DecodeChoice, AttachSequence] = {}
         """Sequences that are cut when the step in flight has ended."""
-        self._cut: dict[RequestKey, Generation] = {}
+        self._cut: dict[RequestKey, DecodeChoice] = {}
         """Sequences that were cut, by the key of the sink's pull."""
         self.num_moved = 0
         """Sequences that other workers have continued."""
@@ -81,8 +81,8 @@ class Departures:
         """Whether sequences are to be cut as soon as no step is in flight."""
         return bool(self._wanted)
 
-    def attach(self, sink: Incarnation, message: AttachSequence, generation: Generation | None) -> None:
-        """A sink asks for a sequence, or asks again after messages were lost. `generation` is the sequence, or None if
+    def attach(self, sink: Incarnation, message: AttachSequence, choice: DecodeChoice | None) -> None:
+        """A sink asks for a sequence, or asks again after messages were lost. `choice` is the sequence, or None if
         it is not here."""
         if message.key in self._cut or message in self._wanted.values():
             self._lender.on_message(sink, message)
@@ -90,96 +90,96 @@ class Departures:
         if self._lender.has_settled(message.key, sink):
             return  # the sink has the sequence; its Settle follows
         if (
-            generation is None
-            or generation.stage is not Stage.RUNNING
-            or not generation.first_position <= message.position < generation.sequence.num_tokens
+            choice is None
+            or choice.stage is not ChoiceStage.RUNNING
+            or not choice.first_position <= message.position < choice.sequence.num_tokens
         ):
             self._send(sink, withdrawn(message.key, Cause.LEASE_LOST, "this sequence does not run here"))
             return
-        if not self._may_take(message, generation):
+        if not self._may_take(message, choice):
             self._send(sink, withdrawn(message.key, Cause.SUPERSEDED, "this name is another's, or a newer attempt's"))
             return
-        if self._has_run_ahead(message, generation):
-            generation.num_put_off += 1
+        if self._has_run_ahead(message, choice):
+            choice.num_put_off += 1
             self._send(sink, withdrawn(message.key, Cause.CAPACITY, "the sequence has run ahead of what was read"))
             return
-        self._lender.expect(message.key, generation.request.deadline)
+        self._lender.expect(message.key, choice.request.deadline)
         self._lender.on_message(sink, message)
-        self._wanted[generation] = message
+        self._wanted[choice] = message
 
-    def _may_take(self, message: AttachSequence, generation: Generation) -> bool:
+    def _may_take(self, message: AttachSequence, choice: DecodeChoice) -> bool:
         """Whether no other sink has the lease on this request, or is about to get it. There is one lease under each
         request id."""
         others = [key for key in self._cut if key.request == message.request]
         others += [
             wanted.key
             for other, wanted in self._wanted.items()
-            if wanted.request == message.request and (other is not generation or wanted.attempt > message.attempt)
+            if wanted.request == message.request and (other is not choice or wanted.attempt > message.attempt)
         ]
         return not others
 
-    def _has_run_ahead(self, message: AttachSequence, generation: Generation) -> bool:
+    def _has_run_ahead(self, message: AttachSequence, choice: DecodeChoice) -> bool:
         """Whether the sink should read ahead once more, because too much is left for the second stage."""
-        num_ahead = generation.sequence.num_tokens - message.position
-        return num_ahead > MAX_TAIL_BLOCKS * self._block_size and generation.num_put_off < MAX_PUT_OFF
+        num_ahead = choice.sequence.num_tokens - message.position
+        return num_ahead > MAX_TAIL_BLOCKS * self._block_size and choice.num_put_off < MAX_PUT_OFF
 
     def cut(self) -> None:
         """Stop the wanted sequences and offer their blocks. No step may be in flight."""
         wanted, self._wanted = self._wanted, {}
-        for generation, message in wanted.items():
-            if generation.stage is not Stage.RUNNING or not self._lender.awaits(message.key):
+        for choice, message in wanted.items():
+            if choice.stage is not ChoiceStage.RUNNING or not self._lender.awaits(message.key):
                 self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence does not run any more")
                 continue
-            if generation.sequence.num_tokens - message.position > MAX_TOLD_TOKENS:
+            if choice.sequence.num_tokens - message.position > MAX_TOLD_TOKENS:
                 self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence has run too far meanwhile")
                 continue
-            request = generation.request
-            blocks = self._scheduler.sequences.leave(generation)
-            self._cut[message.key] = generation
-            self._tell_cut(generation)
+            request = choice.request
+            blocks = self._scheduler.sequences.leave(choice)
+            self._cut[message.key] = choice
+            self._tell_cut(choice)
             self._lender.open(message.key, blocks, request.deadline)
             self._lender.blocks_ready(
                 message.request, len(blocks), self._checksum(blocks) if self._checksum is not None else ()
             )
-            self._lender.complete(message.request, [generation.tokens(message.position)])
+            self._lender.complete(message.request, [choice.tokens(message.position)])
 
     def unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> DecodeRequest | None:
         """The lease on a sequence has ended. Returns its request if that is still open here."""
         self._pool.release(block_ids)
-        generation = self._cut.pop(key, None)
-        if generation is None:
+        choice = self._cut.pop(key, None)
+        if choice is None:
             return None
         if settled:
-            generation.moved = True
+            choice.moved = True
             self.num_moved += 1
-            self._tell_moved(generation)
-        return generation.request
+            self._tell_moved(choice)
+        return choice.request
 
-    def tell_again(self, generation: Generation) -> None:
+    def tell_again(self, choice: DecodeChoice) -> None:
         """Repeat to a gateway that lost messages that a sequence was cut, or has moved."""
-        if generation.moved:
-            self._tell_moved(generation)
-        elif generation in self._cut.values():
-            self._tell_cut(generation)
+        if choice.moved:
+            self._tell_moved(choice)
+        elif choice in self._cut.values():
+            self._tell_cut(choice)
 
-    def _tell_cut(self, generation: Generation) -> None:
-        request, sequence = generation.request, generation.sequence
+    def _tell_cut(self, choice: DecodeChoice) -> None:
+        request, sequence = choice.request, choice.sequence
         request_id, attempt = request.key
         cut = Cut(request=request_id, attempt=attempt, choice=sequence.choice, position=sequence.num_tokens)
         self._send(request.gateway, cut)
 
-    def _tell_moved(self, generation: Generation) -> None:
-        request_id, attempt = generation.request.key
-        moved = Moved(request=request_id, attempt=attempt, choice=generation.sequence.choice)
-        self._send(generation.request.gateway, moved)
+    def _tell_moved(self, choice: DecodeChoice) -> None:
+        request_id, attempt = choice.request.key
+        moved = Moved(request=request_id, attempt=attempt, choice=choice.sequence.choice)
+        self._send(choice.request.gateway, moved)
 
     def forget(self, request: DecodeRequest) -> None:
         """The request has ended here: withdraw the leases on its sequences."""
-        for generation in request.generations:
-            message = self._wanted.pop(generation, None)
+        for choice in request.choices:
+            message = self._wanted.pop(choice, None)
             if message is not None:
                 self._lender.withdraw(message.request, Cause.LEASE_LOST, "the sequence has ended")
-        for key in [key for key, generation in self._cut.items() if generation.request is request]:
+        for key in [key for key, choice in self._cut.items() if choice.request is request]:
             del self._cut[key]
             self._lender.withdraw(key.request, Cause.LEASE_LOST, "the request is over")
 

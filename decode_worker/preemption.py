@@ -12,13 +12,13 @@ from common.engine.block_pool import BlockPool
 from decode_worker.entrance import Entrance
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, LocalPrompt
 from decode_worker.running_batch import RunningBatch, Seniority, seniority
 from decode_worker.sequences import Sequences
 from decode_worker.step import Step
 from decode_worker.swap_space import SwapSpace
 
-Holder = Generation | LocalPrompt | DecodeRequest
+Holder = DecodeChoice | LocalPrompt | DecodeRequest
 """A holder of blocks that can be taken: a sequence, a prompt computed here, a request whose pull has read nothing."""
 
 
@@ -63,19 +63,19 @@ class Preemption:
             lacking -= self.preempt(victim, step, now)
 
     def make_room(
-        self, lacking: Collection[Generation], ending: Collection[Generation], step: Step, now: float
-    ) -> set[Generation]:
+        self, lacking: Collection[DecodeChoice], ending: Collection[DecodeChoice], step: Step, now: float
+    ) -> set[DecodeChoice]:
         """Preempt until there will be a block, when this step has ended, for each of `lacking`. Sequences in `ending`
         end with the step before. Returns those of `lacking` that were not preempted themselves."""
         # Blocks that steps in flight, this one included, release, and those of sequences that end.
         num_freed = self._pool.num_limbo + sum(self._pool.num_private(each.sequence.block_table) for each in ending)
-        while num_freed < sum(generation in self._batch for generation in lacking):
+        while num_freed < sum(choice in self._batch for choice in lacking):
             newest = self._newest(ending)
             assert newest is not None, "those that lack a block are candidates themselves"
             num_freed += self.preempt(newest, step, now)
-        return {generation for generation in lacking if generation in self._batch}
+        return {choice for choice in lacking if choice in self._batch}
 
-    def _newest(self, ending: Collection[Generation]) -> Holder | None:
+    def _newest(self, ending: Collection[DecodeChoice]) -> Holder | None:
         """The newest holder of blocks of the lowest tier, without pulls that have begun to read and sequences in
         `ending`."""
         newest = (self._batch.newest(ending), self._prompts.newest(), self._entrance.newest_unread())
@@ -86,13 +86,13 @@ class Preemption:
         if isinstance(victim, DecodeRequest):
             return self._revoke(victim, step)
         if isinstance(victim, LocalPrompt):
-            if victim.generation is None:
+            if victim.choice is None:
                 return self._send_back(victim)
-            victim = victim.generation
+            victim = victim.choice
         table = victim.sequence.block_table
         num_freed = self._pool.num_private(table)
         # If it still has host slots, they were not swapped in yet and stay valid. A half recomputed one is dropped.
-        if victim.stage is not Stage.RECOMPUTING and not victim.host_slots:
+        if victim.stage is not ChoiceStage.RECOMPUTING and not victim.host_slots:
             num_content = self._policy.blocks_for(victim.sequence.num_computed)
             # Blocks that others hold, too, will still be cached when it comes back.
             num_shared = len(table) - num_freed

@@ -85,7 +85,7 @@ REQUEST_TABLE: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
 }
 
 
-class Stage(StrEnum):
+class ChoiceStage(StrEnum):
     """The state of a choice."""
 
     BEGUN = "begun"
@@ -115,34 +115,34 @@ class StageEvent(StrEnum):
     """It has ended, was given up, or has moved to another worker."""
 
 
-STAGE_TABLE: Mapping[Stage, Mapping[StageEvent, Stage]] = {
-    Stage.BEGUN: {StageEvent.READY: Stage.READY, StageEvent.PREEMPT: Stage.PREEMPTED},
-    Stage.READY: {
-        StageEvent.JOIN: Stage.RUNNING,
-        StageEvent.PREEMPT: Stage.PREEMPTED,
-        StageEvent.END: Stage.ENDED,
+STAGE_TABLE: Mapping[ChoiceStage, Mapping[StageEvent, ChoiceStage]] = {
+    ChoiceStage.BEGUN: {StageEvent.READY: ChoiceStage.READY, StageEvent.PREEMPT: ChoiceStage.PREEMPTED},
+    ChoiceStage.READY: {
+        StageEvent.JOIN: ChoiceStage.RUNNING,
+        StageEvent.PREEMPT: ChoiceStage.PREEMPTED,
+        StageEvent.END: ChoiceStage.ENDED,
     },
-    Stage.RUNNING: {
-        StageEvent.STEP_ASIDE: Stage.READY,
-        StageEvent.PREEMPT: Stage.PREEMPTED,
-        StageEvent.END: Stage.ENDED,
+    ChoiceStage.RUNNING: {
+        StageEvent.STEP_ASIDE: ChoiceStage.READY,
+        StageEvent.PREEMPT: ChoiceStage.PREEMPTED,
+        StageEvent.END: ChoiceStage.ENDED,
     },
-    Stage.PREEMPTED: {
-        StageEvent.READY: Stage.READY,
-        StageEvent.RECOMPUTE: Stage.RECOMPUTING,
-        StageEvent.END: Stage.ENDED,
+    ChoiceStage.PREEMPTED: {
+        StageEvent.READY: ChoiceStage.READY,
+        StageEvent.RECOMPUTE: ChoiceStage.RECOMPUTING,
+        StageEvent.END: ChoiceStage.ENDED,
     },
-    Stage.RECOMPUTING: {
-        StageEvent.READY: Stage.READY,
-        StageEvent.PREEMPT: Stage.PREEMPTED,
-        StageEvent.END: Stage.ENDED,
+    ChoiceStage.RECOMPUTING: {
+        StageEvent.READY: ChoiceStage.READY,
+        StageEvent.PREEMPT: ChoiceStage.PREEMPTED,
+        StageEvent.END: ChoiceStage.ENDED,
     },
-    Stage.ENDED: {},
+    ChoiceStage.ENDED: {},
 }
 
 
 @dataclass(slots=True, eq=False)
-class Generation:
+class DecodeChoice:
     """One choice: a sequence, what was sent of it, and the scheduler's data on it."""
 
     request: DecodeRequest
@@ -167,7 +167,7 @@ class Generation:
     first_position: int = 0
     """Position of the first token that this attempt generated."""
     finish_reason: FinishReason | None = None
-    stage: Stage = Stage.BEGUN
+    stage: ChoiceStage = ChoiceStage.BEGUN
     host_slots: list[int] = field(default_factory=list)
     """Host memory slots of its leading blocks, from swap-out to swap-in."""
     joined_at: float | None = None
@@ -280,7 +280,7 @@ class DecodeRequest:
     """Leading tokens whose computation was charged to the tenant."""
     fork_blocks: list[int] = field(default_factory=list)
     """Blocks for the forks' copies of a partly filled last block, held from the reservation to the fork."""
-    generations: list[Generation] = field(default_factory=list)
+    choices: list[DecodeChoice] = field(default_factory=list)
     """One for each choice, once the KV is here."""
 
     @property
@@ -296,13 +296,13 @@ class DecodeRequest:
     @property
     def finished(self) -> bool:
         """Whether every choice has ended or moved away."""
-        return bool(self.generations) and all(g.finish_reason is not None or g.moved for g in self.generations)
+        return bool(self.choices) and all(g.finish_reason is not None or g.moved for g in self.choices)
 
     @property
     def num_new(self) -> int:
         """Smallest number of new tokens, beyond those that the request came with, among the choices that have not
         finished."""
-        going_on = [g.sequence.num_tokens for g in self.generations if g.finish_reason is None]
+        going_on = [g.sequence.num_tokens for g in self.choices if g.finish_reason is None]
         return min(going_on, default=0) - len(self.work.token_ids)
 
 
@@ -311,7 +311,7 @@ class LocalPrompt:
     """Tokens whose KV this worker computes in chunks: a request's prompt, or the tokens of a preempted choice."""
 
     request: DecodeRequest
-    generation: Generation | None
+    choice: DecodeChoice | None
     """The choice that is recomputed; None for the request's prompt."""
     token_ids: list[int] | tuple[int, ...]
     num_computed: int
@@ -327,8 +327,8 @@ class LocalPrompt:
     @property
     def gave_way(self) -> bool:
         """Whether it has already lost its blocks to a higher tier."""
-        return (self.generation or self.request).gave_way
+        return (self.choice or self.request).gave_way
 
     @gave_way.setter
     def gave_way(self, value: bool) -> None:
-        (self.generation or self.request).gave_way = value
+        (self.choice or self.request).gave_way = value

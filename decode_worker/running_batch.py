@@ -13,14 +13,14 @@ from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.turns import AGED_SHARE, aged
 from decode_worker.calendar import Calendar
 from decode_worker.policy import Policy
-from decode_worker.request import Generation, Stage, StageEvent
+from decode_worker.request import ChoiceStage, DecodeChoice, StageEvent
 
 Seniority = tuple[int, int]
 
 
-def seniority(generation: Generation) -> Seniority:
+def seniority(choice: DecodeChoice) -> Seniority:
     """(rank of the tier, order of admission). The smallest is preempted last and comes back first."""
-    return generation.request.work.tier.rank, generation.order
+    return choice.request.work.tier.rank, choice.order
 
 
 class RunningBatch:
@@ -32,24 +32,24 @@ class RunningBatch:
         self._block_size = policy.block_size
         self._ageing_s = policy.ageing_s
         self._most_aged = max(1, policy.max_num_seqs // AGED_SHARE)
-        self._running: dict[Generation, Seniority] = {}
-        self._ready: LazyHeap[Generation] = LazyHeap()
-        self._ready_since: LazyHeap[Generation] = LazyHeap()
+        self._running: dict[DecodeChoice, Seniority] = {}
+        self._ready: LazyHeap[DecodeChoice] = LazyHeap()
+        self._ready_since: LazyHeap[DecodeChoice] = LazyHeap()
         """Ready sequences, the one that has waited longest first."""
-        self._aged: set[Generation] = set()
+        self._aged: set[DecodeChoice] = set()
         """Running sequences that got their place because they had waited long. They do not give it up to higher
         tiers."""
-        self._newest: LazyHeap[Generation] = LazyHeap()
+        self._newest: LazyHeap[DecodeChoice] = LazyHeap()
         """Running sequences, the newest of the lowest tier first."""
-        self._due: Calendar[Generation] = Calendar()
+        self._due: Calendar[DecodeChoice] = Calendar()
         """Running sequences by the step before which they need a block."""
-        self._ends: Calendar[Generation] = Calendar()
+        self._ends: Calendar[DecodeChoice] = Calendar()
         """Running sequences by the step after the one that computes their last token, if it is their length that ends
         them."""
-        self.masked: set[Generation] = set()
+        self.masked: set[DecodeChoice] = set()
         """Running sequences with a grammar: each token decides which ones may follow."""
-        self._stepped_aside: list[Generation] = []
-        self._ahead: Collection[Generation] = ()
+        self._stepped_aside: list[DecodeChoice] = []
+        self._ahead: Collection[DecodeChoice] = ()
         """Sequences whose next token is computed by the step before this one."""
         self.step = 0
         """Number of the step that is being prepared, or was last."""
@@ -75,27 +75,27 @@ class RunningBatch:
         """Running sequences that need a block before the next step."""
         return self._due.num_at(self.step + 1)
 
-    def __contains__(self, generation: Generation) -> bool:
-        return generation in self._running
+    def __contains__(self, choice: DecodeChoice) -> bool:
+        return choice in self._running
 
-    def running(self) -> list[Generation]:
+    def running(self) -> list[DecodeChoice]:
         """The batch, in the order of joining."""
         return list(self._running)
 
-    def ready(self) -> list[Generation]:
+    def ready(self) -> list[DecodeChoice]:
         """Sequences that wait for a place."""
         return list(self._ready)
 
-    def add(self, generation: Generation, now: float) -> None:
+    def add(self, choice: DecodeChoice, now: float) -> None:
         """The sequence's blocks are here: it joins as soon as there is a place."""
-        generation.enter(StageEvent.READY)
-        self._wait(generation, now)
+        choice.enter(StageEvent.READY)
+        self._wait(choice, now)
 
-    def _wait(self, generation: Generation, now: float) -> None:
-        self._ready.add(generation, seniority(generation))
-        self._ready_since.add(generation, now)
+    def _wait(self, choice: DecodeChoice, now: float) -> None:
+        self._ready.add(choice, seniority(choice))
+        self._ready_since.add(choice, now)
 
-    def next_step(self, now: float, ahead: Collection[Generation] = ()) -> list[Generation]:
+    def next_step(self, now: float, ahead: Collection[DecodeChoice] = ()) -> list[DecodeChoice]:
         """Begin the next step and fill the batch; returns the sequences that have joined. Sequences in `ahead` have one
         more token than is known yet.
 
@@ -105,68 +105,68 @@ class RunningBatch:
         self.step += 1
         self._ahead = ahead
         joined = []
-        while (generation := self._ready.first()) is not None:
+        while (choice := self._ready.first()) is not None:
             oldest = aged(self._ready_since, now - self._ageing_s)
             if oldest is not None and len(self._aged) < self._most_aged:
-                if len(self._running) < self._max_num_seqs or self._make_place(generation, now):
+                if len(self._running) < self._max_num_seqs or self._make_place(choice, now):
                     self._aged.add(oldest)
-                    generation = oldest
+                    choice = oldest
                 else:
                     break
-            elif len(self._running) >= self._max_num_seqs and not self._make_place(generation, now):
+            elif len(self._running) >= self._max_num_seqs and not self._make_place(choice, now):
                 break
-            self._join(generation, now)
-            joined.append(generation)
+            self._join(choice, now)
+            joined.append(choice)
         return joined
 
-    def _join(self, generation: Generation, now: float) -> None:
-        self._ready.discard(generation)
-        self._ready_since.discard(generation)
-        generation.enter(StageEvent.JOIN)
-        generation.joined(now)
-        self._running[generation] = rank, order = seniority(generation)
-        self._newest.add(generation, (-rank, -order))
-        self._await_block(generation)
-        self._ends.put(self.step + max(1, self._num_left(generation)), (generation,))
-        if generation.sequence.sampling.grammar is not None:
-            self.masked.add(generation)
+    def _join(self, choice: DecodeChoice, now: float) -> None:
+        self._ready.discard(choice)
+        self._ready_since.discard(choice)
+        choice.enter(StageEvent.JOIN)
+        choice.joined(now)
+        self._running[choice] = rank, order = seniority(choice)
+        self._newest.add(choice, (-rank, -order))
+        self._await_block(choice)
+        self._ends.put(self.step + max(1, self._num_left(choice)), (choice,))
+        if choice.sequence.sampling.grammar is not None:
+            self.masked.add(choice)
 
-    def left(self) -> list[Generation]:
+    def left(self) -> list[DecodeChoice]:
         """Sequences that `next_step` has sent back to wait, in favour of a higher tier."""
         aside, self._stepped_aside = self._stepped_aside, []
         return aside
 
-    def due(self) -> list[Generation]:
+    def due(self) -> list[DecodeChoice]:
         """Running sequences that need another block to take part in this step. Each must then be `fed` or `sit_out`."""
         due, lacking = self._due.take(self.step), []
         size, ahead = self._block_size, self._ahead
-        for generation in due:
-            sequence = generation.sequence
-            if len(sequence.block_table) * size < len(sequence.token_ids) + (generation in ahead):
-                lacking.append(generation)
+        for choice in due:
+            sequence = choice.sequence
+            if len(sequence.block_table) * size < len(sequence.token_ids) + (choice in ahead):
+                lacking.append(choice)
             else:  # it has sat out a step, so it has a slot left
-                self._await_block(generation)
+                self._await_block(choice)
         return lacking
 
-    def fed(self, generations: Collection[Generation]) -> None:
+    def fed(self, choices: Collection[DecodeChoice]) -> None:
         """These were due, and each has got the block that it lacked for this step."""
-        self._due.put(self.step + self._block_size, generations)
+        self._due.put(self.step + self._block_size, choices)
 
-    def sit_out(self, generations: Collection[Generation]) -> None:
+    def sit_out(self, choices: Collection[DecodeChoice]) -> None:
         """These were due, and have got no block: they do not take part in this step."""
-        self._due.put(self.step + 1, generations)
+        self._due.put(self.step + 1, choices)
 
-    def ending(self) -> set[Generation]:
+    def ending(self) -> set[DecodeChoice]:
         """Running sequences whose last token is computed by the step before, which still runs."""
         ending = set()
-        for generation in self._ends.take(self.step):
-            num_left = self._num_left(generation)
-            if num_left <= 0 and generation in self._ahead:
-                ending.add(generation)
-            self._ends.put(self.step + max(1, num_left), (generation,))  # one that has sat out steps ends later
+        for choice in self._ends.take(self.step):
+            num_left = self._num_left(choice)
+            if num_left <= 0 and choice in self._ahead:
+                ending.add(choice)
+            self._ends.put(self.step + max(1, num_left), (choice,))  # one that has sat out steps ends later
         return ending
 
-    def newest(self, ending: Collection[Generation] = ()) -> Generation | None:
+    def newest(self, ending: Collection[DecodeChoice] = ()) -> DecodeChoice | None:
         """The newest sequence of the lowest tier among the running and the ready ones, without those in `ending`."""
         running = next((each for each in self._newest.smallest(len(ending) + 1) if each not in ending), None)
         ready = self._newest_ready()
@@ -174,17 +174,17 @@ class RunningBatch:
             return running or ready
         return max(running, ready, key=seniority)
 
-    def discard(self, generation: Generation) -> None:
+    def discard(self, choice: DecodeChoice) -> None:
         """A sequence has ended or lost its blocks. Does nothing if it is not here."""
-        self._ready.discard(generation)
-        self._ready_since.discard(generation)
-        self._aged.discard(generation)
-        if generation in self._running:
-            del self._running[generation]
-            self._newest.discard(generation)
-            self._due.discard(generation)
-            self._ends.discard(generation)
-            self.masked.discard(generation)
+        self._ready.discard(choice)
+        self._ready_since.discard(choice)
+        self._aged.discard(choice)
+        if choice in self._running:
+            del self._running[choice]
+            self._newest.discard(choice)
+            self._due.discard(choice)
+            self._ends.discard(choice)
+            self.masked.discard(choice)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
@@ -194,35 +194,35 @@ class RunningBatch:
         assert set(self._ready) == set(self._ready_since)
         assert self._aged <= set(self._running)
         assert len(self._aged) <= self._most_aged
-        for generation in self._running:
-            assert generation.stage is Stage.RUNNING, generation.sequence
-            assert self._due[generation] > self.step, generation.sequence
+        for choice in self._running:
+            assert choice.stage is ChoiceStage.RUNNING, choice.sequence
+            assert self._due[choice] > self.step, choice.sequence
         for calendar in (self._due, self._ends):
             calendar.check_invariants()
             assert set(calendar) == set(self._running), "a sequence has dropped out of the calendar, or is gone"
-        assert all(generation.stage is Stage.READY for generation in self._ready)
+        assert all(choice.stage is ChoiceStage.READY for choice in self._ready)
 
-    def _num_tokens(self, generation: Generation) -> int:
+    def _num_tokens(self, choice: DecodeChoice) -> int:
         """The sequence's tokens, with that of the step before."""
-        return len(generation.sequence.token_ids) + (generation in self._ahead)
+        return len(choice.sequence.token_ids) + (choice in self._ahead)
 
-    def _await_block(self, generation: Generation) -> None:
+    def _await_block(self, choice: DecodeChoice) -> None:
         """Enter the step before which the sequence needs a block, if it takes part in this step and all that follow."""
-        num_left = len(generation.sequence.block_table) * self._block_size - self._num_tokens(generation)
-        self._due.put(self.step + max(0, num_left + 1), (generation,))
+        num_left = len(choice.sequence.block_table) * self._block_size - self._num_tokens(choice)
+        self._due.put(self.step + max(0, num_left + 1), (choice,))
 
-    def _num_left(self, generation: Generation) -> int:
+    def _num_left(self, choice: DecodeChoice) -> int:
         """Number of tokens that the sequence may still get."""
-        sequence = generation.sequence
+        sequence = choice.sequence
         most = min(sequence.prompt_len + sequence.sampling.max_tokens, self._max_sequence_tokens)
-        return most - self._num_tokens(generation)
+        return most - self._num_tokens(choice)
 
-    def _newest_ready(self) -> Generation | None:
+    def _newest_ready(self) -> DecodeChoice | None:
         return max(self._ready, key=seniority, default=None)
 
-    def _make_place(self, generation: Generation, now: float) -> bool:
+    def _make_place(self, choice: DecodeChoice, now: float) -> bool:
         """Send a running sequence of a lower tier back to wait, with its blocks. Returns whether there was one."""
-        newest = self._junior_to(generation)
+        newest = self._junior_to(choice)
         if newest is None:
             return False
         self.discard(newest)
@@ -232,7 +232,7 @@ class RunningBatch:
         self._stepped_aside.append(newest)
         return True
 
-    def _junior_to(self, generation: Generation) -> Generation | None:
-        """The running sequence that would give its place to `generation`; None if there is none."""
+    def _junior_to(self, choice: DecodeChoice) -> DecodeChoice | None:
+        """The running sequence that would give its place to `choice`; None if there is none."""
         newest = next((g for g in self._newest.smallest(len(self._aged) + 1) if g not in self._aged), None)
-        return None if newest is None or seniority(newest)[0] <= seniority(generation)[0] else newest
+        return None if newest is None or seniority(newest)[0] <= seniority(choice)[0] else newest

@@ -32,7 +32,7 @@ from decode_worker.entrance import Entrance, Reservation
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
 from decode_worker.preemption import Preemption
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt, RequestState
+from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt, RequestState
 from decode_worker.running_batch import RunningBatch, seniority
 from decode_worker.sequences import Sequences
 from decode_worker.step import Step
@@ -60,7 +60,7 @@ class DecodeScheduler:
     @property
     def num_idle(self) -> int:
         """Sequences in the batch that wait for their next mask."""
-        return sum(generation in self.batch for generation in self.entrance.awaited)
+        return sum(choice in self.batch for choice in self.entrance.awaited)
 
     @property
     def num_waiting(self) -> int:
@@ -69,7 +69,7 @@ class DecodeScheduler:
 
     def num_uncomputed_of(self, request: DecodeRequest) -> int:
         """Tokens of the request's prompt still to be computed here; 0 if it is pulled."""
-        if request.pull is not None or request.generations:
+        if request.pull is not None or request.choices:
             return 0
         prompt = self.prompts.of_requests.get(request)
         return len(request.work.token_ids) if prompt is None else prompt.num_uncomputed
@@ -149,16 +149,16 @@ class DecodeScheduler:
             prompts_only = self.trials.permitted(self.prompts, _key_of, now)
             step.chunks = self.prompts.plan(self._policy.token_budget, now, prompts_only)
             return step
-        ahead: frozenset[Generation] = frozenset() if before is None else frozenset(before.decodes)
+        ahead: frozenset[DecodeChoice] = frozenset() if before is None else frozenset(before.decodes)
         joined = self.sequences.next_step(now, ahead)
         ending = self.batch.ending()
         self.preemption.relieve(step, now)
-        idle = ending | {generation for generation in self.entrance.awaited if generation in self.batch}
+        idle = ending | {choice for choice in self.entrance.awaited if choice in self.batch}
         sitting_out = self._grow(step, now, ending, idle) | idle
         step.decodes = self.batch.running()
         if sitting_out:
-            step.decodes = [generation for generation in step.decodes if generation not in sitting_out]
-        parts: Iterable[Generation | LocalPrompt] = chain(step.decodes, self.prompts)
+            step.decodes = [choice for choice in step.decodes if choice not in sitting_out]
+        parts: Iterable[DecodeChoice | LocalPrompt] = chain(step.decodes, self.prompts)
         permitted = self.trials.permitted(parts, _key_of, now)
         if permitted is not None:
             step.decodes = list(filter(permitted, step.decodes))
@@ -181,7 +181,7 @@ class DecodeScheduler:
         live = self.prompts.step_done(chunks)
         for chunk in live:
             work = chunk.prompt.request.work
-            if chunk.prompt.generation is None:  # a tenant does not pay for recomputation
+            if chunk.prompt.choice is None:  # a tenant does not pay for recomputation
                 request = chunk.prompt.request
                 self.entrance.waiting.charge(
                     work.tier, work.tenant, max(0, chunk.end - max(chunk.start, request.num_charged))
@@ -199,8 +199,8 @@ class DecodeScheduler:
         """
         self.trials.discard(request.key)
         self.entrance.forget(request)
-        for generation in request.generations:
-            self.sequences.remove(generation, wanted=wanted)
+        for choice in request.choices:
+            self.sequences.remove(choice, wanted=wanted)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
@@ -212,38 +212,38 @@ class DecodeScheduler:
         entrance, prompts = self.entrance, self.prompts
         assert all(request.state is RequestState.COMPUTING for request in prompts.of_requests)
         begin = (*entrance.reserved, *prompts.of_requests)
-        booked = {(request, choice) for request in begin for choice in request.work.choices}
+        booked = {(request, index) for request in begin for index in request.work.choices}
         holders = [*self.batch.running(), *self.batch.ready(), *prompts.of_sequences]
-        assert booked | {generation.key for generation in holders} == set(self._admission.keys())
+        assert booked | {choice.key for choice in holders} == set(self._admission.keys())
         living = {*self.batch.running(), *self.batch.ready(), *entrance.preempted}
         assert entrance.awaited <= living, "nobody asks while it is computed again, or has ended"
 
     # --- a step's parts ------------------------------------------------------------------------------------------
 
-    def _swap_in(self, step: Step, joined: Seq[Generation]) -> None:
+    def _swap_in(self, step: Step, joined: Seq[DecodeChoice]) -> None:
         """Swap in the blocks of sequences that have joined, except those that were preempted in the same step."""
-        for generation in joined:
-            if generation in self.batch and generation.host_slots:
-                step.swap_ins += self.swap.swap_in(generation)
+        for choice in joined:
+            if choice in self.batch and choice.host_slots:
+                step.swap_ins += self.swap.swap_in(choice)
 
-    def _grow(self, step: Step, now: float, ending: set[Generation], idle: set[Generation]) -> set[Generation]:
+    def _grow(self, step: Step, now: float, ending: set[DecodeChoice], idle: set[DecodeChoice]) -> set[DecodeChoice]:
         """Give each sequence that is due, and not `idle`, its next block. Sequences for which there is no block sit
         this step out; newer ones of lower tiers are preempted, so that there will be blocks."""
         due = self.batch.due()
         if idle:
             self.batch.sit_out(idle.intersection(due))
-            due = [generation for generation in due if generation not in idle]
+            due = [choice for choice in due if choice not in idle]
         num_blocks = min(len(due), self._pool.num_free)
         if num_blocks < len(due):
             due.sort(key=seniority)
         fed, lacking = due[:num_blocks], due[num_blocks:]
-        for generation, block in zip(fed, self._pool.allocate(num_blocks), strict=True):
-            generation.sequence.block_table.append(block)
+        for choice, block in zip(fed, self._pool.allocate(num_blocks), strict=True):
+            choice.sequence.block_table.append(block)
         self.batch.fed(fed)
         sitting_out = self.preemption.make_room(lacking, ending, step, now) if lacking else set()
         self.batch.sit_out(sitting_out)
         return sitting_out
 
 
-def _key_of(part: Generation | LocalPrompt) -> RequestKey:
+def _key_of(part: DecodeChoice | LocalPrompt) -> RequestKey:
     return part.request.key

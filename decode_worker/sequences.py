@@ -13,7 +13,7 @@ from decode_worker.admission import Admission, rank_of
 from decode_worker.entrance import Entrance
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, RequestEvent, Stage, StageEvent
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, RequestEvent, StageEvent
 from decode_worker.running_batch import RunningBatch
 from decode_worker.swap_space import SwapSpace
 
@@ -63,7 +63,7 @@ class Sequences:
             sequence = Sequence(
                 request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_computed, table
             )
-            generation = Generation(
+            choice = DecodeChoice(
                 request,
                 sequence,
                 request.chain if len(first_tokens) == 1 else request.chain.fork(),
@@ -75,18 +75,18 @@ class Sequences:
                 began=now,
             )
             logprobs = first.logprobs or (None,)
-            generation.logprobs += [each for each in logprobs[:-1] if each is not None]
-            generation.append(first.token_ids[-1], logprobs[-1], first.finish_reason)
-            request.generations.append(generation)
+            choice.logprobs += [each for each in logprobs[:-1] if each is not None]
+            choice.append(first.token_ids[-1], logprobs[-1], first.finish_reason)
+            request.choices.append(choice)
             if table:
-                self._batch.add(generation, now)
+                self._batch.add(choice, now)
             else:
-                self._admission.leave(generation.key)
-                self._entrance.stand_by(generation, now)
+                self._admission.leave(choice.key)
+                self._entrance.stand_by(choice, now)
         assert not request.fork_blocks, request.work
-        for generation in request.generations:
-            if generation.finish_reason is not None:
-                self.remove(generation)
+        for choice in request.choices:
+            if choice.finish_reason is not None:
+                self.remove(choice)
 
     def _fork(self, request: DecodeRequest, block_ids: Seq[int], full: int) -> list[int]:
         """Blocks of one more choice: the first `full` are shared, the last one is copied by the next step. Empty if
@@ -106,106 +106,106 @@ class Sequences:
             self._pool.release(copy)
         return copies
 
-    def recomputed(self, generation: Generation, now: float) -> None:
+    def recomputed(self, choice: DecodeChoice, now: float) -> None:
         """The last chunk of a preempted sequence is done: it continues as before."""
-        prompt = self._prompts.take(generation)
-        assert prompt is not None, generation.sequence
-        generation.sequence.num_computed = len(prompt.token_ids)
-        self._batch.add(generation, now)
+        prompt = self._prompts.take(choice)
+        assert prompt is not None, choice.sequence
+        choice.sequence.num_computed = len(prompt.token_ids)
+        self._batch.add(choice, now)
 
     # --- a step --------------------------------------------------------------------------------------------------
 
-    def next_step(self, now: float, ahead: Collection[Generation]) -> list[Generation]:
+    def next_step(self, now: float, ahead: Collection[DecodeChoice]) -> list[DecodeChoice]:
         """Begin a step: fill the batch, and give a new expected end to sequences that have outlived theirs. Returns the
         sequences that have joined."""
         joined = self._batch.next_step(now, ahead)
-        for generation in joined:
-            self._flow(generation, _OUTPUT_CHARGE)
-            self._admission.joined(generation, self._batch.step)
-        for generation in self._batch.left():
-            self._flow(generation, -_OUTPUT_CHARGE)
-            num_private = self._pool.num_private(generation.sequence.block_table)
-            self._admission.paused(generation, self._batch.step, num_private)
+        for choice in joined:
+            self._flow(choice, _OUTPUT_CHARGE)
+            self._admission.joined(choice, self._batch.step)
+        for choice in self._batch.left():
+            self._flow(choice, -_OUTPUT_CHARGE)
+            num_private = self._pool.num_private(choice.sequence.block_table)
+            self._admission.paused(choice, self._batch.step, num_private)
         self._entrance.waiting.advance(self._batch.step)
         self._admission.look_again(self._batch.step)
         return joined
 
     def name_running(self) -> None:
         """Enter the full blocks of running sequences into the prefix cache."""
-        for generation in self._batch.running():
-            self._name(generation)
+        for choice in self._batch.running():
+            self._name(choice)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def remove(self, generation: Generation, *, wanted: bool = False) -> None:
+    def remove(self, choice: DecodeChoice, *, wanted: bool = False) -> None:
         """A sequence has ended or is given up: release its blocks. `wanted`: its client asked for its end."""
-        if generation.stage is Stage.ENDED:
+        if choice.stage is ChoiceStage.ENDED:
             return
-        if wanted or generation.finish_reason is not None:
-            self._admission.ended(generation)
-        if generation in self._batch:  # charge its last step: the flow covers those before
-            work = generation.request.work
+        if wanted or choice.finish_reason is not None:
+            self._admission.ended(choice)
+        if choice in self._batch:  # charge its last step: the flow covers those before
+            work = choice.request.work
             self._entrance.waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE)
-        if generation.stage is Stage.PREEMPTED:
-            self._entrance.preempted.discard(generation)
+        if choice.stage is ChoiceStage.PREEMPTED:
+            self._entrance.preempted.discard(choice)
         else:
-            self.take_blocks(generation)
-        self._swap.give_back(generation)
-        self._ended(generation)
+            self.take_blocks(choice)
+        self._swap.give_back(choice)
+        self._ended(choice)
 
-    def leave(self, generation: Generation) -> list[int]:
+    def leave(self, choice: DecodeChoice) -> list[int]:
         """A running sequence moves to another worker and ends here. Returns the blocks with its KV; the caller owns the
         references. No step may be in flight."""
-        assert generation.stage is Stage.RUNNING, generation.sequence
-        sequence = generation.sequence
+        assert choice.stage is ChoiceStage.RUNNING, choice.sequence
+        sequence = choice.sequence
         blocks = list(sequence.block_table[: self._policy.blocks_for(sequence.num_computed)])
         self._pool.share(blocks)
-        self.take_blocks(generation)
-        self._ended(generation)
+        self.take_blocks(choice)
+        self._ended(choice)
         return blocks
 
-    def _ended(self, generation: Generation) -> None:
-        generation.enter(StageEvent.END)
-        self._entrance.mask_known(generation)
+    def _ended(self, choice: DecodeChoice) -> None:
+        choice.enter(StageEvent.END)
+        self._entrance.mask_known(choice)
 
-    def take_blocks(self, generation: Generation) -> None:
+    def take_blocks(self, choice: DecodeChoice) -> None:
         """Take the blocks of a sequence, whatever its state. Its full blocks stay in the prefix cache."""
-        sequence = generation.sequence
-        self._name(generation)
-        if generation in self._batch:
-            self._flow(generation, -_OUTPUT_CHARGE)
-        self._batch.discard(generation)
-        self._prompts.take(generation)
+        sequence = choice.sequence
+        self._name(choice)
+        if choice in self._batch:
+            self._flow(choice, -_OUTPUT_CHARGE)
+        self._batch.discard(choice)
+        self._prompts.take(choice)
         self._pool.release(sequence.block_table)
         sequence.block_table = array("q")
-        generation.num_named = 0
-        self._admission.left(generation)
+        choice.num_named = 0
+        self._admission.left(choice)
 
-    def _name(self, generation: Generation) -> None:
+    def _name(self, choice: DecodeChoice) -> None:
         """Enter the blocks that have become full into the prefix cache."""
-        if self._swap.holds(generation):
+        if self._swap.holds(choice):
             return  # its blocks may not have been swapped in yet
-        sequence, chain = generation.sequence, generation.chain
+        sequence, chain = choice.sequence, choice.chain
         chain.extend(sequence.token_ids, sequence.num_computed)
-        full = slice(generation.num_named, sequence.num_computed // self._block_size)
+        full = slice(choice.num_named, sequence.num_computed // self._block_size)
         self._pool.name(sequence.block_table[full], chain.hashes[full])
-        generation.num_named = max(full.start, full.stop)
+        choice.num_named = max(full.start, full.stop)
 
-    def _flow(self, generation: Generation, change: float) -> None:
+    def _flow(self, choice: DecodeChoice, change: float) -> None:
         """Change the service that the sequence's tenant receives per step. A tenant pays for places in the batch, also
         for steps that a sequence misses because its mask is late: no other sequence can have the place."""
-        work = generation.request.work
+        work = choice.request.work
         self._entrance.waiting.flow(work.tier, work.tenant, change, self._batch.step)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         holders = [*self._batch.running(), *self._batch.ready(), *self._prompts.of_sequences]
-        for generation in holders:
-            assert generation.finish_reason is None, generation.sequence
-            table = generation.sequence.block_table
-            assert all(self._pool.ref_count(block) > 0 for block in table), generation.sequence
-            assert len(table) >= self._policy.blocks_for(generation.sequence.num_computed), generation.sequence
-        for generation in self._entrance.preempted:
-            assert generation.stage is Stage.PREEMPTED, generation.sequence
-            assert not generation.sequence.block_table, generation.sequence
+        for choice in holders:
+            assert choice.finish_reason is None, choice.sequence
+            table = choice.sequence.block_table
+            assert all(self._pool.ref_count(block) > 0 for block in table), choice.sequence
+            assert len(table) >= self._policy.blocks_for(choice.sequence.num_computed), choice.sequence
+        for choice in self._entrance.preempted:
+            assert choice.stage is ChoiceStage.PREEMPTED, choice.sequence
+            assert not choice.sequence.block_table, choice.sequence
         self._swap.check_invariants((*holders, *self._entrance.preempted))

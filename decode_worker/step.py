@@ -8,14 +8,14 @@ from common.engine.batch import Slice
 from common.engine.prompt import prompt_slice
 from common.scheduling.chunked_prefill import Chunk
 from decode_worker.columns import next_sample
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt
+from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
 
 @dataclass(slots=True)
 class Step:
     """The engine's next work: copies, then swaps, then the tokens of `decodes` and `chunks`."""
 
-    decodes: list[Generation] = field(default_factory=list)
+    decodes: list[DecodeChoice] = field(default_factory=list)
     chunks: list[Chunk[LocalPrompt]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, target block)."""
@@ -38,7 +38,7 @@ class Step:
 
 def _chunk_slice(chunk: Chunk[LocalPrompt]) -> Slice:
     prompt = chunk.prompt
-    if prompt.generation is None:
+    if prompt.choice is None:
         state = prompt.request.grammar_state
         allowed = None if state is None else state.allowed
         return prompt_slice(prompt.request.work, chunk.start, chunk.end, prompt.block_table, allowed)
@@ -46,5 +46,5 @@ def _chunk_slice(chunk: Chunk[LocalPrompt]) -> Slice:
         token_ids=prompt.token_ids[chunk.start : chunk.end],
         start=chunk.start,
         block_table=prompt.block_table,
-        samples=(next_sample(prompt.generation, len(prompt.token_ids)),) if chunk.last else (),
+        samples=(next_sample(prompt.choice, len(prompt.token_ids)),) if chunk.last else (),
     )

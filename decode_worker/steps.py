@@ -20,7 +20,7 @@ from decode_worker.answers import Answers
 from decode_worker.book import Book
 from decode_worker.columns import DecodeColumns, Decoding
 from decode_worker.migration import Departures
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, LocalPrompt
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from decode_worker.times import prompt_times_of
@@ -122,12 +122,12 @@ class DecodeSteps:
         num_appended, others = decoding.append(chosen, self._answers.step)
         self._totals.generated += num_appended
         for index in others:
-            generation = step.decodes[index]
-            if generation.stage is Stage.RUNNING:
-                self._advance(generation, chosen.outcome(index))
+            choice = step.decodes[index]
+            if choice.stage is ChoiceStage.RUNNING:
+                self._advance(choice, chosen.outcome(index))
         if self._scheduler.trials:
-            for generation in step.decodes:
-                self._end_trial(generation.request)
+            for choice in step.decodes:
+                self._end_trial(choice.request)
 
     def _end_trial(self, request: DecodeRequest) -> None:
         """End the trial of a request that has shown, by enough tokens, that it does no harm."""
@@ -139,7 +139,7 @@ class DecodeSteps:
         """Account for a chunk, and send the prompt's log probabilities if the request asked for them. Returns whether
         the request goes on."""
         num_tokens = chunk.end - chunk.start
-        if chunk.prompt.generation is None:
+        if chunk.prompt.choice is None:
             self._totals.prompt += num_tokens
         else:
             self._totals.recomputed += num_tokens
@@ -155,12 +155,12 @@ class DecodeSteps:
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
         """Every token of a local prompt has its KV; `outcomes` has what was sampled after the last one."""
-        request, generation = prompt.request, prompt.generation
-        if generation is not None:
-            if generation.stage is not Stage.RECOMPUTING:
+        request, choice = prompt.request, prompt.choice
+        if choice is not None:
+            if choice.stage is not ChoiceStage.RECOMPUTING:
                 return  # the request has just failed by another choice
-            self._scheduler.sequences.recomputed(generation, self._agenda.now)
-            self._advance(generation, outcomes[0])
+            self._scheduler.sequences.recomputed(choice, self._agenda.now)
+            self._advance(choice, outcomes[0])
             return
         try:
             tokens = first_tokens(request.work, outcomes, self._config.eos_token_ids, self._config.max_sequence_tokens)
@@ -170,18 +170,18 @@ class DecodeSteps:
         now = self._agenda.now
         request.prompt_times = prompt_times_of(request, now)
         self._scheduler.computed(request, tokens, now)
-        for generation in request.generations:
+        for choice in request.choices:
             self._totals.generated += 1
-            self._answers.tokens(generation)
-            self._book.ask_mask(generation)
+            self._answers.tokens(choice)
+            self._book.ask_mask(choice)
         self._book.finish_if_ended(request)
 
-    def _advance(self, generation: Generation, outcome: Sampled) -> None:
+    def _advance(self, choice: DecodeChoice, outcome: Sampled) -> None:
         """Append the sampled token to a sequence whose tokens all have their KV."""
         if isinstance(outcome, InvalidLogitsError):
-            self._book.fail(generation.request, outcome.cause, str(outcome))
+            self._book.fail(choice.request, outcome.cause, str(outcome))
             return
-        sequence = generation.sequence
+        sequence = choice.sequence
         sequence.num_computed = len(sequence.token_ids)
         num_tokens = sequence.num_computed + 1
         reason = finish_reason(
@@ -192,14 +192,14 @@ class DecodeSteps:
             num_tokens,
             self._config.max_sequence_tokens,
         )
-        generation.append(outcome.token_id, outcome.logprobs, reason)
+        choice.append(outcome.token_id, outcome.logprobs, reason)
         self._totals.generated += 1
-        self._answers.tokens(generation)
-        request = generation.request
+        self._answers.tokens(choice)
+        request = choice.request
         self._end_trial(request)
         if reason is not None:
-            self._totals.sequence_ended(self._agenda.now - generation.began)
-            self._scheduler.sequences.remove(generation)
+            self._totals.sequence_ended(self._agenda.now - choice.began)
+            self._scheduler.sequences.remove(choice)
             self._book.finish_if_ended(request)
         if sequence.grammar_state is not None:
-            self._book.ask_mask(generation)
+            self._book.ask_mask(choice)

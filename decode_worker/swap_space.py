@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
-from decode_worker.request import Generation
+from decode_worker.request import DecodeChoice
 
 
 class SwapSpace:
@@ -17,7 +17,7 @@ class SwapSpace:
         self._policy = policy
         self._costs = costs
         self._free = list(range(policy.num_host_blocks))
-        self._arriving: set[Generation] = set()
+        self._arriving: set[DecodeChoice] = set()
         """Sequences whose blocks are being swapped in by the last step that was planned."""
         self.num_swapped = 0
         """Preemptions by swap."""
@@ -27,9 +27,9 @@ class SwapSpace:
         """Slots in use."""
         return self._policy.num_host_blocks - len(self._free)
 
-    def holds(self, generation: Generation) -> bool:
+    def holds(self, choice: DecodeChoice) -> bool:
         """Whether contents of the sequence's blocks are, or may still be, in host memory alone."""
-        return bool(generation.host_slots) or generation in self._arriving
+        return bool(choice.host_slots) or choice in self._arriving
 
     def takes(self, num_content: int, num_lost: int) -> bool:
         """Whether a sequence is swapped to host memory rather than computed again. `num_content` of its blocks have
@@ -40,30 +40,30 @@ class SwapSpace:
             return True
         return self._costs.swap_s(num_content) <= self._costs.recompute_s(num_lost)
 
-    def swap_out(self, generation: Generation, blocks: Seq[int]) -> list[tuple[int, int]]:
+    def swap_out(self, choice: DecodeChoice, blocks: Seq[int]) -> list[tuple[int, int]]:
         """Reserve slots for the contents of `blocks`; returns (block, slot) pairs."""
-        generation.host_slots = [self._free.pop() for _ in blocks]
+        choice.host_slots = [self._free.pop() for _ in blocks]
         self.num_swapped += 1
-        return list(zip(blocks, generation.host_slots, strict=True))
+        return list(zip(blocks, choice.host_slots, strict=True))
 
-    def swap_in(self, generation: Generation) -> list[tuple[int, int]]:
+    def swap_in(self, choice: DecodeChoice) -> list[tuple[int, int]]:
         """Give the sequence's contents back to its blocks; returns (slot, block) pairs."""
-        kept, slots = generation.num_kept, generation.host_slots
-        pairs = list(zip(slots[kept:], generation.sequence.block_table[kept : len(slots)], strict=True))
-        self.give_back(generation)
-        self._arriving.add(generation)
+        kept, slots = choice.num_kept, choice.host_slots
+        pairs = list(zip(slots[kept:], choice.sequence.block_table[kept : len(slots)], strict=True))
+        self.give_back(choice)
+        self._arriving.add(choice)
         return pairs
 
-    def give_back(self, generation: Generation) -> None:
+    def give_back(self, choice: DecodeChoice) -> None:
         """Free the sequence's slots."""
-        self._free += generation.host_slots
-        generation.host_slots = []
+        self._free += choice.host_slots
+        choice.host_slots = []
 
     def next_step(self) -> None:
         """A step is planned: what the step before swapped in has arrived by then."""
         self._arriving.clear()
 
-    def check_invariants(self, sequences: Iterable[Generation]) -> None:
+    def check_invariants(self, sequences: Iterable[DecodeChoice]) -> None:
         """Assert that each slot is free or belongs to one of `sequences`, which are all that live."""
-        owned = [slot for generation in sequences for slot in generation.host_slots]
+        owned = [slot for choice in sequences for slot in choice.host_slots]
         assert sorted([*owned, *self._free]) == list(range(self._policy.num_host_blocks)), "a host slot is lost"

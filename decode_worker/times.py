@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from common.contract.messages.worker import DecodeTimes, PromptTimes, Timings
-from decode_worker.request import DecodeRequest, Generation
+from decode_worker.request import DecodeChoice, DecodeRequest
 
 
-def timings_of(generation: Generation, now: float) -> Timings:
+def timings_of(choice: DecodeChoice, now: float) -> Timings:
     """Timings of a choice. They are sent before the tokens that are sent at `now`."""
-    request = generation.request
-    decode = _decode_times(generation, now)
+    request = choice.request
+    decode = _decode_times(choice, now)
     return Timings(
         request=request.key.request,
         attempt=request.key.attempt,
-        choice=generation.sequence.choice,
+        choice=choice.sequence.choice,
         prompt=request.prompt_times,
         decode=decode,
     )
@@ -27,19 +27,19 @@ def prompt_times_of(request: DecodeRequest, now: float) -> PromptTimes:
     return PromptTimes(queue_s=queue_s, prefix_pull_s=0.0, prefill_s=prefill_s, num_cached=request.num_cached)
 
 
-def _decode_times(generation: Generation, now: float) -> DecodeTimes | None:
+def _decode_times(choice: DecodeChoice, now: float) -> DecodeTimes | None:
     """Times after the prompt; None if the choice has only its first token, computed here."""
-    request = generation.request
+    request = choice.request
     pull = None if request.pull is None else request.pull.times
-    joined_at = generation.joined_at
+    joined_at = choice.joined_at
     if pull is None and joined_at is None:
         return None
     assert request.begun_at is not None, request.key
     queue_s = decode_s = preempted_s = 0.0
     if joined_at is not None:
-        preempted_s = generation.paused_s
-        if generation.paused_at is not None:
-            preempted_s += now - generation.paused_at
+        preempted_s = choice.paused_s
+        if choice.paused_at is not None:
+            preempted_s += now - choice.paused_at
         queue_s = joined_at - request.begun_at
         decode_s = max(0.0, now - joined_at - preempted_s)  # the sum of pauses has rounding errors
     if pull is None:

@@ -48,7 +48,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
         number=number,
         steps=core.engine.num_steps,
         running=scheduler.batch.num_running - scheduler.num_idle + len(scheduler.prompts),
-        waiting=sum(not request.generations for request in requests),
+        waiting=sum(not request.choices for request in requests),
         blocks_used=min(scheduler.num_expected, core.pool.num_blocks),
         blocks_total=core.pool.num_blocks,
         phase=core.front.phase,

@@ -45,7 +45,7 @@ from gateway.operators.admin import create_admin_app
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
 from gateway.web.ending import GOODBYE_S
 from gateway.web.tls import ServerTls
-from gateway.workers.discovery import Discovery, DnsSource, Source
+from gateway.workers.discovery import Discovery, DnsSource, WorkerSource
 from gateway.workers.registry import Registry
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
     )
 
 
-async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Role, Source]:
+async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Role, WorkerSource]:
     """Discovery sources by role; empty if all workers are named. Raises `OperatorError`."""
     services = {Role.PREFILL: settings.prefill_service, Role.DECODE: settings.decode_service}
     named = {role: service for role, service in services.items() if service is not None}

@@ -176,7 +176,7 @@ class _Api:
         tokens = await self._intake.tokenize(await self._form(request, TokenizeRequest), caller.expect_prompt)
         caller.admit_prompt(len(tokens))
         most = self._limits.max_sequence_tokens
-        return web.json_response(answers.Tokens(tokens=tokens, count=len(tokens), max_model_len=most))
+        return web.json_response(answers.Tokenized(tokens=tokens, count=len(tokens), max_model_len=most))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         text = self._intake.detokenize(await self._form(request, DetokenizeRequest))
@@ -204,7 +204,7 @@ class _Api:
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         readiness = self._generator.ready()
-        body = answers.Readiness(ready=readiness.ready, reason=readiness.reason, details=readiness.details())
+        body = answers.ReadyAnswer(ready=readiness.ready, reason=readiness.reason, details=readiness.details())
         return web.json_response(body, status=200 if readiness.ready else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
@@ -347,5 +347,5 @@ def _usage(life: RequestLife) -> answers.Usage:
         life.num_tokens,
         num_cached_tokens=sum(cached),
         num_reasoning_tokens=life.num_reasoning_tokens if job.plan is not None and job.plan.reasons else None,
-        timings=cast(answers.Timings, life.timings()) if job.include_timings else None,
+        timings=cast(answers.AnswerTimings, life.timings()) if job.include_timings else None,
     )

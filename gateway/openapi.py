@@ -105,7 +105,7 @@ ROUTES: Final = (
         tag="tokens",
         summary="The tokens of either a text or a conversation.",
         body=TokenizeRequest,
-        answers={JSON: answers.Tokens},
+        answers={JSON: answers.Tokenized},
         errors=_BODY_ERRORS,
     ),
     Route(
@@ -190,8 +190,8 @@ ROUTES: Final = (
         operation="ready",
         tag="probes",
         summary="Whether a request that arrives now could be served.",
-        answers={JSON: answers.Readiness},
-        other={503: {JSON: answers.Readiness}},
+        answers={JSON: answers.ReadyAnswer},
+        other={503: {JSON: answers.ReadyAnswer}},
     ),
     Route(
         method="GET",

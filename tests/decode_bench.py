@@ -18,7 +18,7 @@ from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from decode_worker.entrance import Reservation
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from kv_transfer.pull import Pull
@@ -122,23 +122,23 @@ class Bench:
         self.check()
         return [each.request.work.request for each in granted]
 
-    def settle(self, subject: DecodeRequest, *reasons: FinishReason | None) -> list[Generation]:
+    def settle(self, subject: DecodeRequest, *reasons: FinishReason | None) -> list[DecodeChoice]:
         """The pull is over, and valid."""
         blocks = self.pulling.pop(subject.work.request).block_ids
         self.scheduler.settled(subject, blocks, first_tokens(subject, *reasons), self.now)
         self.check()
-        return subject.generations
+        return subject.choices
 
-    def enter(self, subject: DecodeRequest, *reasons: FinishReason | None) -> list[Generation]:
+    def enter(self, subject: DecodeRequest, *reasons: FinishReason | None) -> list[DecodeChoice]:
         """From the offer to the batch's door."""
         assert self.reserve(subject) == [subject.work.request]
         return self.settle(subject, *reasons)
 
-    def run(self, subject: DecodeRequest) -> Generation:
+    def run(self, subject: DecodeRequest) -> DecodeChoice:
         """From the offer into the batch."""
-        [generation] = self.enter(subject)
-        assert generation in self.step().decodes
-        return generation
+        [choice] = self.enter(subject)
+        assert choice in self.step().decodes
+        return choice
 
     def profile(self, num_output: int, tier: Tier = Tier.STANDARD) -> None:
         """Answers of this length have been seen lately, and no others."""
@@ -155,21 +155,21 @@ class Bench:
         self.check()
         return step
 
-    def end_step(self, step: Step, ends: Collection[Generation] = ()) -> None:
+    def end_step(self, step: Step, ends: Collection[DecodeChoice] = ()) -> None:
         """It is done: everybody in it has a token more; `ends` their last one."""
         self.pool.step_finished(self._number)
-        for generation in step.decodes:
-            if generation.stage is Stage.RUNNING:
-                self._advance(generation, ends)
+        for choice in step.decodes:
+            if choice.stage is ChoiceStage.RUNNING:
+                self._advance(choice, ends)
         for chunk in self.scheduler.chunks_done(step.chunks):
-            if chunk.last and chunk.prompt.generation is not None:
-                self.scheduler.sequences.recomputed(chunk.prompt.generation, self.now)
-                self._advance(chunk.prompt.generation, ends)
+            if chunk.last and chunk.prompt.choice is not None:
+                self.scheduler.sequences.recomputed(chunk.prompt.choice, self.now)
+                self._advance(chunk.prompt.choice, ends)
             elif chunk.last:
                 self.scheduler.computed(chunk.prompt.request, first_tokens(chunk.prompt.request), self.now)
         self.check()
 
-    def step(self, *, ends: Collection[Generation] = ()) -> Step:
+    def step(self, *, ends: Collection[DecodeChoice] = ()) -> Step:
         """One step from beginning to end; then whoever fits comes in."""
         step = self.begin_step()
         self.end_step(step, ends)
@@ -201,13 +201,13 @@ class Bench:
         """Of either kind."""
         return self.scheduler.swap.num_swapped + self.scheduler.preemption.num_recomputed
 
-    def _advance(self, generation: Generation, ends: Collection[Generation]) -> None:
-        sequence = generation.sequence
+    def _advance(self, choice: DecodeChoice, ends: Collection[DecodeChoice]) -> None:
+        sequence = choice.sequence
         sequence.num_computed = sequence.num_tokens
-        last = generation in ends or sequence.num_output + 1 >= sequence.sampling.max_tokens
-        generation.append(sequence.num_tokens, None, "stop" if last else None)
+        last = choice in ends or sequence.num_output + 1 >= sequence.sampling.max_tokens
+        choice.append(sequence.num_tokens, None, "stop" if last else None)
         if last:
-            self.scheduler.sequences.remove(generation)
+            self.scheduler.sequences.remove(choice)
 
     # --- the way out ---------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from common.scheduling.costs import Costs
 from common.worker.events import Ticked
 from common.worker.shell import WorkerShell
 from decode_worker.core import DecodeCore
-from decode_worker.request import Generation
+from decode_worker.request import DecodeChoice
 from kv_transfer import transfers
 from kv_transfer.bandwidths import Bandwidths
 from kv_transfer.events import AddSource, DropSource, MoverAction, StartRead
@@ -234,7 +234,7 @@ class Reads:
         """The next block arrives: what the source's memory holds now."""
         core, block = self.site.core, read.sink_blocks[read.copied]
         assert core.pool.ref_count(block) > 0, "a read writes to a free block"
-        tables = [g.sequence.block_table for r in core.book.requests.values() for g in r.generations]
+        tables = [g.sequence.block_table for r in core.book.requests.values() for g in r.choices]
         assert not any(block in table for table in tables), "a read writes to a sequence's block"
         assert sum(block in other.sink_blocks for other in self.open) == 1, "two reads, one block"
         theirs = self.site.world.sites[read.source].engine.memory
@@ -443,10 +443,10 @@ class Site:
         """It takes work again."""
         self.worker.on_message(GATEWAY, Resume())
 
-    def generation(self, key: RequestKey, choice: int = 0) -> Generation:
+    def choice(self, key: RequestKey, choice: int = 0) -> DecodeChoice:
         """A choice that it generates."""
-        generations = self.core.book.requests[key.request].generations
-        return next(each for each in generations if each.sequence.choice == choice)
+        choices = self.core.book.requests[key.request].choices
+        return next(each for each in choices if each.sequence.choice == choice)
 
     def check(self) -> None:
         """What holds between any two events."""

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from common.engine.batch import NO_SAMPLE, Decodes, Sample, Slice
 from decode_worker.columns import next_sample
-from decode_worker.request import Generation
+from decode_worker.request import DecodeChoice
 
 
-def decode_slices(generations: Sequence[Generation], before: Sequence[Generation] = ()) -> list[Slice]:
+def decode_slices(choices: Sequence[DecodeChoice], before: Sequence[DecodeChoice] = ()) -> list[Slice]:
     """The last token of each sequence. `before` are the decodes of the step that still runs."""
     slices = []
-    for generation in generations:
-        sequence = generation.sequence
-        follows = before.index(generation) if generation in before else None
+    for choice in choices:
+        sequence = choice.sequence
+        follows = before.index(choice) if choice in before else None
         num_tokens = sequence.num_tokens + (follows is not None)
         slices.append(
             Slice(
                 token_ids=sequence.token_ids[-1:],
                 start=num_tokens - 1,
                 block_table=sequence.block_table,
-                samples=(next_sample(generation, num_tokens),),
+                samples=(next_sample(choice, num_tokens),),
                 follows=follows,
             )
         )

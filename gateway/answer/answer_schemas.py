@@ -34,7 +34,7 @@ class ErrorAnswer(_Answer):
     error: Error
 
 
-class Timings(_Answer):
+class AnswerTimings(_Answer):
     """Where a request's time went."""
 
     e2e_ms: float
@@ -76,7 +76,7 @@ class Usage(_Answer):
     """Present in the final usage, absent from the usage so far."""
     completion_tokens_details: NotRequired[CompletionDetails]
     """Present in the final usage of a model that reasons."""
-    timings: NotRequired[Timings]
+    timings: NotRequired[AnswerTimings]
     """Present with `include_timings`."""
 
 
@@ -88,7 +88,7 @@ class TokenAlternative(_Answer):
     bytes: Sequence[int]
 
 
-class TokenReport(TokenAlternative):
+class AnswerToken(TokenAlternative):
     """A token that was chosen."""
 
     top_logprobs: Sequence[TokenAlternative]
@@ -97,7 +97,7 @@ class TokenReport(TokenAlternative):
 class ChatLogprobs(_Answer):
     """Log probabilities, one entry for each token."""
 
-    content: Sequence[TokenReport]
+    content: Sequence[AnswerToken]
     refusal: None
 
 
@@ -176,7 +176,7 @@ class CalledFunctionDelta(_Answer):
     arguments: NotRequired[str]
 
 
-class CallDelta(_Answer):
+class AnswerCallDelta(_Answer):
     """The beginning of a call, or more of it."""
 
     index: int
@@ -192,7 +192,7 @@ class ChatDelta(_Answer):
     role: NotRequired[Literal["assistant"]]
     """Present in a choice's first chunk."""
     content: NotRequired[str | None]
-    tool_calls: NotRequired[Sequence[CallDelta]]
+    tool_calls: NotRequired[Sequence[AnswerCallDelta]]
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
 
@@ -298,7 +298,7 @@ class ModelList(_Answer):
     data: Sequence[Model]
 
 
-class Tokens(_Answer):
+class Tokenized(_Answer):
     """Token ids of a text or a conversation."""
 
     tokens: Sequence[int]
@@ -331,7 +331,7 @@ class Load(_Answer):
     """Requests in flight at this process."""
 
 
-class Readiness(_Answer):
+class ReadyAnswer(_Answer):
     """Whether a request that arrives now could be served."""
 
     ready: bool

@@ -40,7 +40,7 @@ def usage_of(
     *,
     num_cached_tokens: int | None = None,
     num_reasoning_tokens: int | None = None,
-    timings: answers.Timings | None = None,
+    timings: answers.AnswerTimings | None = None,
 ) -> answers.Usage:
     """Token counts of a request. None leaves out prompt tokens that were not computed, completion tokens up to the end
     of the reasoning, and where the request's time went."""
@@ -316,7 +316,7 @@ class ChatFormat(AnswerFormat):
         told = (self._report(report.token_id, report.logprobs) for report in reports if report.logprobs is not None)
         return {"content": _one_by_one(told), "refusal": None}
 
-    def _report(self, token_id: int, logprobs: TokenLogprobs) -> answers.TokenReport:
+    def _report(self, token_id: int, logprobs: TokenLogprobs) -> answers.AnswerToken:
         alternatives = [self._entry(other, logprob) for other, logprob in logprobs.top]
         return {**self._entry(token_id, logprobs.logprob), "top_logprobs": alternatives}
 
@@ -347,7 +347,7 @@ def _call(deltas: Sequence[CallDelta]) -> answers.Call:
     return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
 
 
-def _call_delta(delta: CallDelta) -> answers.CallDelta:
+def _call_delta(delta: CallDelta) -> answers.AnswerCallDelta:
     if delta.id is None:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
     call = _call([delta])

@@ -45,7 +45,7 @@ Tell = Callable[[Role, Collection[Endpoint]], None]
 """Receives the whole list of a role."""
 
 
-class Source(Protocol):
+class WorkerSource(Protocol):
     """A source that lists the workers of one role."""
 
     async def list_once(self) -> Collection[Endpoint]:
@@ -64,7 +64,7 @@ class SourceError(Exception):
 class Discovery:
     """Follows one source for each role."""
 
-    def __init__(self, sources: Mapping[Role, Source], registry: CollectorRegistry, clock: Clock) -> None:
+    def __init__(self, sources: Mapping[Role, WorkerSource], registry: CollectorRegistry, clock: Clock) -> None:
         """Metrics of the lists are added to `registry`."""
         self._sources = sources
         self._clock = clock
@@ -98,7 +98,7 @@ class Discovery:
     def _age_s(self, role: Role) -> float:
         return self._clock() - self._listed_at[role]
 
-    async def _follow(self, role: Role, source: Source, tell: Tell) -> None:
+    async def _follow(self, role: Role, source: WorkerSource, tell: Tell) -> None:
         known: Collection[Endpoint] | None = None
         pause_s = _FIRST_PAUSE_S
 

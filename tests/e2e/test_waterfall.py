@@ -25,7 +25,7 @@ from otlp_collector import Collector, running_collector
 from stack import BLOCK_BYTES, BLOCK_SIZE, Process, Workers, prompt, until
 
 from common.contract.messages.session import Role
-from gateway.answer.answer_schemas import Timings
+from gateway.answer.answer_schemas import AnswerTimings
 
 DELAY_S = 0.75
 LONG_S = 4.0
@@ -89,7 +89,7 @@ class Told:
     def check(self) -> None:
         """The stages add up to what the gateway says, to the last nanosecond but for rounding."""
         timings = self.usage["timings"]
-        assert timings.keys() <= Timings.__annotations__.keys(), "what is described"
+        assert timings.keys() <= AnswerTimings.__annotations__.keys(), "what is described"
         stages = timings["stages_ms"]
         assert sum(stages.values()) == pytest.approx(timings["e2e_ms"], abs=0.001 * (len(stages) + 1))
         assert all(spent > 0 for spent in stages.values()), timings

@@ -13,7 +13,7 @@ from common.contract.messages.handoff import AttachSequence, Settle, Settled
 from common.engine.block_pool import BlockPool
 from common.runtime.fence import AttemptFence
 from decode_worker.migration import Departures
-from decode_worker.request import Generation
+from decode_worker.request import DecodeChoice
 from decode_worker.sequences import Sequences
 from kv_transfer import pull as pulls
 from kv_transfer.events import Unpinned
@@ -102,16 +102,16 @@ class NoQuarantine(Pull):
 class EarlyCut(Departures):
     """Cuts a sequence at once, even while a step computes it."""
 
-    def attach(self, sink: Incarnation, message: AttachSequence, generation: Generation | None) -> None:
-        super().attach(sink, message, generation)
+    def attach(self, sink: Incarnation, message: AttachSequence, choice: DecodeChoice | None) -> None:
+        super().attach(sink, message, choice)
         self.cut()
 
 
 class NoCut(Sequences):
     """Offers the blocks of a sequence, and goes on generating it."""
 
-    def leave(self, generation: Generation) -> list[int]:
-        blocks = list(generation.sequence.block_table)
+    def leave(self, choice: DecodeChoice) -> list[int]:
+        blocks = list(choice.sequence.block_table)
         self._pool.share(blocks)
         return blocks
 

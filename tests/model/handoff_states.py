@@ -51,7 +51,7 @@ from decode_worker.local_prompts import LocalPrompts
 from decode_worker.migration import Arrivals, Departures
 from decode_worker.policy import Policy
 from decode_worker.preemption import Preemption
-from decode_worker.request import DecodeRequest, Generation, LocalPrompt
+from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import Sequences
@@ -190,7 +190,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     Entrance: "_pool _policy _costs _num_orders num_prefix_queried num_prefix_hit",
     Flow: "generation story num_duplicates num_gaps failures",
     Front: "_ended _settings _pool requests finished",
-    Generation: "chain order rank timings",
+    DecodeChoice: "chain order rank timings",
     Lease: "story",
     LeaseTable: "_epoch num_expired num_reclaimed",
     Lender: "_num_prefixes_lent",

@@ -347,7 +347,7 @@ class Worker:
             tables = [request.block_table for request in self._requests()]
         else:
             tables = [each.block_table for each in self.core.scheduler.prompts]
-            tables += [each.sequence.block_table for request in self._requests() for each in request.generations]
+            tables += [each.sequence.block_table for request in self._requests() for each in request.choices]
         return owned + [block for table in tables for block in table]
 
     def _cut(self) -> set[int]:

@@ -21,7 +21,7 @@ from common.engine.batch import Chosen, InvalidLogitsError, SampledToken, Sample
 from common.engine.ragged import Rows
 from common.engine.sequence import Sequence, finish_reason
 from decode_worker.columns import DecodeColumns, Decoding
-from decode_worker.request import Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.step_tokens import StepReport
 
 EOS = frozenset({3})
@@ -47,9 +47,9 @@ class Game:
     def __init__(self, choose: Callable[[list[Any]], Any]) -> None:
         self.choose = choose
         self.columns = DecodeColumns(MOST_TOKENS, EOS)
-        self.running: list[Generation] = []
-        self.paused: list[Generation] = []
-        self.before: list[Generation] = []
+        self.running: list[DecodeChoice] = []
+        self.paused: list[DecodeChoice] = []
+        self.before: list[DecodeChoice] = []
         self.num_blocks = 0
         self.num_requests = 0
 
@@ -57,7 +57,7 @@ class Game:
         """A sequence joins, a new one or one that has waited."""
         if self.paused and self.choose([True, False]):
             self.running.append(self.paused.pop())
-            self.running[-1].stage = Stage.RUNNING
+            self.running[-1].stage = ChoiceStage.RUNNING
             return
         num = self.num_requests = self.num_requests + 1
         sampling = SamplingParams(max_tokens=self.choose([2, 9, 90]), **self.choose(KINDS))
@@ -65,27 +65,27 @@ class Game:
         subject.gateway = Incarnation(self.choose(["g", "g", "h"]))
         token_ids = [*subject.work.token_ids, 7]
         sequence = Sequence(subject.key, num % 3, token_ids, len(token_ids) - 1, sampling, len(token_ids) - 1)
-        generation = Generation(subject, sequence, subject.chain, num, 0.5, Handle(num), stage=Stage.RUNNING)
-        generation.num_sent = self.choose([0, len(token_ids), len(token_ids)])
-        self.running.append(generation)
+        choice = DecodeChoice(subject, sequence, subject.chain, num, 0.5, Handle(num), stage=ChoiceStage.RUNNING)
+        choice.num_sent = self.choose([0, len(token_ids), len(token_ids)])
+        self.running.append(choice)
 
     def leave(self) -> None:
         """A sequence ends, or loses its place and perhaps its blocks."""
         if not self.running:
             return
-        generation = self.choose(self.running)
-        self.running.remove(generation)
+        choice = self.choose(self.running)
+        self.running.remove(choice)
         kind = self.choose(["end", "pause", "preempt"])
-        generation.stage = Stage.ENDED if kind == "end" else Stage.PREEMPTED
+        choice.stage = ChoiceStage.ENDED if kind == "end" else ChoiceStage.PREEMPTED
         if kind != "end":
-            self.paused.append(generation)
+            self.paused.append(choice)
         if kind == "preempt":
-            generation.sequence.block_table = array("q")
+            choice.sequence.block_table = array("q")
 
-    def feed(self, generation: Generation, ahead: bool) -> None:
+    def feed(self, choice: DecodeChoice, ahead: bool) -> None:
         """It has the blocks that it needs, and perhaps more."""
-        table = generation.sequence.block_table
-        needed = -(-(generation.sequence.num_tokens + ahead) // BLOCK_SIZE) + self.choose([0, 0, 1])
+        table = choice.sequence.block_table
+        needed = -(-(choice.sequence.num_tokens + ahead) // BLOCK_SIZE) + self.choose([0, 0, 1])
         while len(table) < needed:
             self.num_blocks += 1
             table.append(self.num_blocks)
@@ -108,7 +108,7 @@ class Game:
         else:
             self.before = members
 
-    def check_input(self, decoding: Decoding, members: list[Generation]) -> None:
+    def check_input(self, decoding: Decoding, members: list[DecodeChoice]) -> None:
         """The engine gets what slices would have told it."""
         slices = decode_slices(members, self.before)
         ours, theirs = Rows.of([], BLOCK_SIZE, decoding.decodes), Rows.of(slices, BLOCK_SIZE)
@@ -130,7 +130,7 @@ class Game:
         assert np.array_equal(decoding.decodes.samples.positions_N, samples.positions_N)
         assert decoding.decodes.samples.special == samples.special
 
-    def check_tokens(self, decoding: Decoding, members: list[Generation]) -> None:
+    def check_tokens(self, decoding: Decoding, members: list[DecodeChoice]) -> None:
         """What goes on is told, and the rest is left as it was."""
         tokens = [self.choose([3, 5, 8]) for _ in members]
         told: dict[int, Any] = {
@@ -139,11 +139,11 @@ class Game:
         if self.choose([False, False, True]):
             told[0] = InvalidLogitsError("NaN")
         if self.choose([False, False, True]) and members[-1] in self.running:
-            members[-1].stage = Stage.ENDED  # aborted meanwhile
+            members[-1].stage = ChoiceStage.ENDED  # aborted meanwhile
             self.running.remove(members[-1])
         lens = [each.sequence.num_tokens for each in members]
         expected = [self.goes_on(each, tokens[row], row in told) for row, each in enumerate(members)]
-        running = [each.stage is Stage.RUNNING for each in members]
+        running = [each.stage is ChoiceStage.RUNNING for each in members]
         report = StepReport()
         num, others = decoding.append(Chosen([*tokens, 99], told), report)
         assert num == sum(expected)
@@ -171,23 +171,23 @@ class Game:
         for row in others:
             self.end(members[row])
 
-    def goes_on(self, generation: Generation, token: int, told: bool) -> bool:
+    def goes_on(self, choice: DecodeChoice, token: int, told: bool) -> bool:
         """Whether there is nothing to do after this token."""
-        sequence, sampling = generation.sequence, generation.sequence.sampling
+        sequence, sampling = choice.sequence, choice.sequence.sampling
         num_tokens = sequence.num_tokens + 1
         reason = finish_reason(token, num_tokens - sequence.prompt_len, sampling, EOS, num_tokens, MOST_TOKENS)
         special = sampling.min_tokens or sampling.logprobs or sampling.logit_bias or sampling.penalised
-        plain = not (special or sampling.stop_token_ids or told) and generation.num_sent > 0
-        return plain and reason is None and generation.stage is Stage.RUNNING
+        plain = not (special or sampling.stop_token_ids or told) and choice.num_sent > 0
+        return plain and reason is None and choice.stage is ChoiceStage.RUNNING
 
-    def end(self, generation: Generation) -> None:
+    def end(self, choice: DecodeChoice) -> None:
         """The worker looks closer: here, it ends it or sends what it has not been sent."""
-        if self.choose([True, False]) and generation.sequence.num_tokens < MOST_TOKENS - 1:
-            generation.sequence.token_ids.append(8)
-            generation.num_sent = generation.sequence.num_tokens
-        elif generation in self.running:
-            self.running.remove(generation)
-            generation.stage = Stage.ENDED
+        if self.choose([True, False]) and choice.sequence.num_tokens < MOST_TOKENS - 1:
+            choice.sequence.token_ids.append(8)
+            choice.num_sent = choice.sequence.num_tokens
+        elif choice in self.running:
+            self.running.remove(choice)
+            choice.stage = ChoiceStage.ENDED
 
 
 def tensors(rows: Rows) -> list[torch.Tensor]:

@@ -33,7 +33,7 @@ from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from decode_worker.columns import DecodeColumns
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from kv_transfer.pull import Pull
@@ -132,7 +132,7 @@ class Traffic:
         self.computing: list[DecodeRequest] = []
         self.decoding: list[DecodeRequest] = []
         self.lent: list[list[int]] = []
-        self.awaited: list[Generation] = []
+        self.awaited: list[DecodeChoice] = []
         """Sequences whose masks are late."""
         self.runs_ahead = self.pick([False, True, True])
         self.in_flight: list[InFlight] = []
@@ -258,7 +258,7 @@ class Traffic:
             return
         self.scheduler.settled(request, self.pulling.pop(request)[0], first_tokens, self.now)
         self.decoding.append(request)
-        self.ask_masks(request.generations)
+        self.ask_masks(request.choices)
 
     def first_tokens(self, request: DecodeRequest) -> list[Tokens]:
         work = request.work
@@ -307,7 +307,7 @@ class Traffic:
             pass
         elif not step.swap_outs and held <= self.pool.num_blocks // 4:
             assert self.scheduler.batch.num_running <= self.policy.max_num_seqs
-        computed = [*step.decodes, *(chunk.prompt.generation for chunk in step.chunks)]
+        computed = [*step.decodes, *(chunk.prompt.choice for chunk in step.chunks)]
         assert not set(computed) & set(self.awaited), "nobody knows what it may go on with"
         if step.empty:
             self.pool.step_finished(number)
@@ -393,59 +393,59 @@ class Traffic:
         step = ended.step
         self.num_steps += 1
         self.pool.step_finished(ended.number)
-        for generation in step.decodes:
-            if generation.stage is Stage.RUNNING:
-                self.sample(generation)
+        for choice in step.decodes:
+            if choice.stage is ChoiceStage.RUNNING:
+                self.sample(choice)
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last:
                 self.computed(chunk.prompt)
 
     def computed(self, prompt: Any) -> None:
-        request, generation = prompt.request, prompt.generation
-        if generation is not None:
-            self.scheduler.sequences.recomputed(generation, self.now)
-            self.sample(generation)
+        request, choice = prompt.request, prompt.choice
+        if choice is not None:
+            self.scheduler.sequences.recomputed(choice, self.now)
+            self.sample(choice)
             return
         self.computing.remove(request)
         self.scheduler.computed(request, self.first_tokens(request), self.now)
         self.decoding.append(request)
-        self.ask_masks(request.generations)
+        self.ask_masks(request.choices)
         self.close_if_finished(request)
 
-    def ask_masks(self, generations: Seq[Generation]) -> None:
+    def ask_masks(self, choices: Seq[DecodeChoice]) -> None:
         """Those that have a grammar, and a token more, are in no step for a while; or for none, if it is known at once
         what they may go on with."""
-        for generation in generations:
-            wanted = generation.sequence.sampling.grammar is not None and generation.finish_reason is None
+        for choice in choices:
+            wanted = choice.sequence.sampling.grammar is not None and choice.finish_reason is None
             if wanted and self.pick([False, True]):
-                self.scheduler.entrance.mask_awaited(generation)
-                self.awaited.append(generation)
+                self.scheduler.entrance.mask_awaited(choice)
+                self.awaited.append(choice)
 
     def tell_mask(self) -> None:
         """One of them may go on, unless it has ended meanwhile."""
-        generation = self.pick(self.awaited)
-        self.awaited.remove(generation)
-        self.scheduler.entrance.mask_known(generation)
+        choice = self.pick(self.awaited)
+        self.awaited.remove(choice)
+        self.scheduler.entrance.mask_known(choice)
 
-    def sample(self, generation: Generation) -> None:
-        sequence, request = generation.sequence, generation.request
+    def sample(self, choice: DecodeChoice) -> None:
+        sequence, request = choice.sequence, choice.request
         sequence.num_computed = sequence.num_tokens
         num_tokens = sequence.num_tokens + 1
         last = num_tokens - sequence.prompt_len >= sequence.sampling.max_tokens or num_tokens >= MAX_SEQUENCE_TOKENS
         reason: FinishReason | None = "length" if last else self.pick([None, None, None, None, None, None, "stop"])
-        generation.append(self.token(request, sequence.choice, sequence.num_tokens), None, reason)
+        choice.append(self.token(request, sequence.choice, sequence.num_tokens), None, reason)
         if reason is not None:
-            self.scheduler.sequences.remove(generation)
+            self.scheduler.sequences.remove(choice)
             self.close_if_finished(request)
-        self.ask_masks([generation])
+        self.ask_masks([choice])
 
     def close_if_finished(self, request: DecodeRequest) -> None:
         if request.finished:
             self.scheduler.forget(request)
             self.decoding.remove(request)
             self.num_finished += 1
-            for generation in request.generations:
-                sequence = generation.sequence
+            for choice in request.choices:
+                sequence = choice.sequence
                 wanted = [self.token(request, sequence.choice, at) for at in range(len(request.work.token_ids), 99)]
                 output = sequence.token_ids[len(request.work.token_ids) :]
                 assert output == wanted[: len(output)], "a token is missing, or comes twice"
@@ -485,16 +485,16 @@ class Traffic:
     def check(self) -> None:
         self.scheduler.check_invariants()
         self.pool.check_invariants()
-        alive = [g for request in self.decoding for g in request.generations if g.finish_reason is None]
-        by_stage = Counter(generation.stage for generation in alive)
-        assert self.scheduler.batch.num_running == by_stage[Stage.RUNNING] <= self.policy.max_num_seqs
-        assert self.scheduler.num_waiting == len(self.waiting) + by_stage[Stage.READY]
+        alive = [g for request in self.decoding for g in request.choices if g.finish_reason is None]
+        by_stage = Counter(choice.stage for choice in alive)
+        assert self.scheduler.batch.num_running == by_stage[ChoiceStage.RUNNING] <= self.policy.max_num_seqs
+        assert self.scheduler.num_waiting == len(self.waiting) + by_stage[ChoiceStage.READY]
         assert len(self.scheduler.entrance.reserved) == len(self.pulling)
-        assert len(self.scheduler.entrance.preempted) == by_stage[Stage.PREEMPTED]
-        assert len(self.scheduler.prompts) == len(self.computing) + by_stage[Stage.RECOMPUTING]
+        assert len(self.scheduler.entrance.preempted) == by_stage[ChoiceStage.PREEMPTED]
+        assert len(self.scheduler.prompts) == len(self.computing) + by_stage[ChoiceStage.RECOMPUTING]
         references = Counter(block for blocks, _ in self.pulling.values() for block in blocks)
         references.update(block for blocks in self.lent for block in blocks)
-        references.update(block for generation in alive for block in generation.sequence.block_table)
+        references.update(block for choice in alive for block in choice.sequence.block_table)
         references.update(block for request in (*self.pulling, *self.computing) for block in request.fork_blocks)
         references.update(block for p in self.scheduler.prompts.of_requests.values() for block in p.block_table)
         references.update(block for copy in self.scheduler.sequences._copies for block in copy)

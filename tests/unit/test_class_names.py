@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("common", "kv_transfer", "prefill_worker", "decode_worker")
+PACKAGES = ("gateway", "common", "kv_transfer", "prefill_worker", "decode_worker")
 
 
 def test_no_two_classes_share_a_name() -> None:

@@ -8,7 +8,7 @@ from decode_bench import EAGER, Bench, request, tokens
 from common.contract.tiers import Tier
 from decode_worker.admission import rank_of
 from decode_worker.entrance import _LOOK_AHEAD
-from decode_worker.request import Generation
+from decode_worker.request import DecodeChoice
 
 INTERACTIVE, STANDARD, BATCH = Tier
 
@@ -46,7 +46,7 @@ def test_a_request_runs_to_its_end_in_as_many_blocks_as_its_longest_choice_holds
         if subject.finished:
             break
         bench.step()
-    lengths = [generation.sequence.num_tokens - len(subject.work.token_ids) for generation in subject.generations]
+    lengths = [choice.sequence.num_tokens - len(subject.work.token_ids) for choice in subject.choices]
     assert lengths == [max(1, max_tokens - num_output)] * num_choices
     assert bench.pool.num_used == 0
 
@@ -204,46 +204,46 @@ def test_a_prefix_that_is_used_again_counts_as_in_use(when: str) -> None:
     assert bench.reserve(request("follow-up", tokens("first", 32) + tokens("more", 8))) == []
 
 
-def with_lengths_up_to(num_lengths: int, rank: float) -> tuple[Bench, Generation]:
+def with_lengths_up_to(num_lengths: int, rank: float) -> tuple[Bench, DecodeChoice]:
     """Answers of 8, 16, 24 … tokens have been seen, each once; one that runs, of that rank among them."""
     bench = Bench(500)
     for number in range(1, num_lengths + 1):
         bench.enter(request("seen", 8 * number, num_output=8 * number - 1, salt="seen"), "stop")
-    [generation] = bench.enter(request("long", 4))
-    generation.rank = rank
-    return bench, generation
+    [choice] = bench.enter(request("long", 4))
+    choice.rank = rank
+    return bench, choice
 
 
 def test_one_that_outlives_what_was_expected_is_judged_anew_among_the_lengths_that_are_left() -> None:
     """By another rank: with the old one, a low one, the next length would be expected each time, and never reached."""
-    bench, generation = with_lengths_up_to(40, rank=0.0)
+    bench, choice = with_lengths_up_to(40, rank=0.0)
     step = bench.begin_step()
-    first_end = bench.scheduler._admission._expected_ends[generation]
+    first_end = bench.scheduler._admission._expected_ends[choice]
     bench.end_step(step)
     assert first_end == bench.scheduler.batch.step + 7, "it has the first of 8 tokens"
     bench.steps(7)
-    num_left = 40 - generation.sequence.num_output // 8
+    num_left = 40 - choice.sequence.num_output // 8
     expected = 8 * (40 - num_left + int(rank_of(0) * num_left) + 1)
-    last_end = bench.scheduler._admission._expected_ends[generation]
+    last_end = bench.scheduler._admission._expected_ends[choice]
     assert 8 + last_end - first_end == expected, "0.618 of the way through those that are left"
 
 
 def test_one_that_goes_on_and_on_is_judged_anew_a_few_times() -> None:
-    bench, generation = with_lengths_up_to(40, rank=0.0)
+    bench, choice = with_lengths_up_to(40, rank=0.0)
     ends = set()
     for _ in range(8 * 40):
         bench.step()
-        ends.add(bench.scheduler._admission._expected_ends[generation])
+        ends.add(bench.scheduler._admission._expected_ends[choice])
     assert len(ends) < 12, "not at every length that it outlives"
 
 
 def test_what_is_expected_of_one_that_outlives_keeps_others_out() -> None:
-    bench, generation = with_lengths_up_to(40, rank=0.0)
+    bench, choice = with_lengths_up_to(40, rank=0.0)
     bench.step()
     before = bench.scheduler.num_expected
     bench.steps(8)
     assert bench.scheduler.num_expected > before + (40 * 8 * 0.6) // 4 - 8
-    assert generation.rank == rank_of(0)
+    assert choice.rank == rank_of(0)
 
 
 # --- admission: whose turn it is ---------------------------------------------------------------------------------

@@ -9,25 +9,25 @@ from common.contract.ids import LeaseId
 from common.contract.messages.handoff import BlocksReady
 from common.contract.tiers import Tier
 from common.scheduling.costs import Costs
-from decode_worker.request import DecodeRequest, Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 
 INTERACTIVE, STANDARD, BATCH = Tier
 CHEAP_SWAP = Costs(prefill_s_per_token=1.0, swap_s_per_block=1e-6)
 CHEAP_RECOMPUTE = Costs(prefill_s_per_token=1e-6, swap_s_per_block=1.0)
 
 
-def crowded(*tiers: Tier, **policy: object) -> tuple[Bench, list[Generation]]:
+def crowded(*tiers: Tier, **policy: object) -> tuple[Bench, list[DecodeChoice]]:
     """Sequences of 8 tokens and two blocks each, which all run and all want a fourth block when there is no other."""
     options = {"memory_reserve": EAGER, "num_host_blocks": 32, "costs": CHEAP_SWAP, **policy}
     bench = Bench(3 * len(tiers), **options)  # type: ignore[arg-type]
-    generations = [bench.enter(request(f"r{index}", 8, tier=tier))[0] for index, tier in enumerate(tiers)]
+    choices = [bench.enter(request(f"r{index}", 8, tier=tier))[0] for index, tier in enumerate(tiers)]
     bench.step()
     assert bench.pool.num_free == 0
-    return bench, generations
+    return bench, choices
 
 
-def preempted(generations: list[Generation]) -> list[int]:
-    return [index for index, generation in enumerate(generations) if generation.stage is Stage.PREEMPTED]
+def preempted(choices: list[DecodeChoice]) -> list[int]:
+    return [index for index, choice in enumerate(choices) if choice.stage is ChoiceStage.PREEMPTED]
 
 
 # --- who ---------------------------------------------------------------------------------------------------------
@@ -44,9 +44,9 @@ def preempted(generations: list[Generation]) -> list[int]:
     ],
 )
 def test_the_newest_of_the_lowest_tier_gives_way(tiers: tuple[Tier, ...], victim: int) -> None:
-    bench, generations = crowded(*tiers)
+    bench, choices = crowded(*tiers)
     bench.preempting_step()
-    assert preempted(generations) == [victim]
+    assert preempted(choices) == [victim]
 
 
 def test_those_who_lack_a_block_sit_out_one_step_and_go_on_in_the_next() -> None:
@@ -56,7 +56,7 @@ def test_those_who_lack_a_block_sit_out_one_step_and_go_on_in_the_next() -> None
     bench.end_step(step)
     bench.reserve()
     assert bench.step().decodes == [a, b]
-    assert c.stage is Stage.PREEMPTED
+    assert c.stage is ChoiceStage.PREEMPTED
 
 
 def test_the_only_free_block_goes_to_the_most_senior_of_those_who_are_due() -> None:
@@ -66,7 +66,7 @@ def test_the_only_free_block_goes_to_the_most_senior_of_those_who_are_due() -> N
     bench.step()
     assert bench.pool.num_free == 1
     assert bench.preempting_step().decodes == [vip]
-    assert (old.stage, new.stage) == (Stage.RUNNING, Stage.PREEMPTED)
+    assert (old.stage, new.stage) == (ChoiceStage.RUNNING, ChoiceStage.PREEMPTED)
 
 
 def test_no_more_give_way_than_need_be() -> None:
@@ -75,7 +75,7 @@ def test_no_more_give_way_than_need_be() -> None:
     a, b, c = [bench.run(request(name, num_tokens)) for name, num_tokens in (("a", 9), ("b", 4), ("c", 4))]
     assert bench.pool.num_free == 0
     bench.preempt()
-    assert [each.stage is Stage.PREEMPTED for each in (a, b, c)] == [False, False, True]
+    assert [each.stage is ChoiceStage.PREEMPTED for each in (a, b, c)] == [False, False, True]
 
 
 def unread(name: str, num_tokens: int, tier: Tier = STANDARD) -> DecodeRequest:
@@ -118,7 +118,7 @@ def test_a_reservation_that_nothing_was_read_into_gives_way_to_older_sequences()
     assert newer.pull is not None
     newer.pull.revoke()
     del bench.pulling["newer"]
-    assert (older.stage, bench.num_preemptions) == (Stage.RUNNING, 0)
+    assert (older.stage, bench.num_preemptions) == (ChoiceStage.RUNNING, 0)
     assert (bench.scheduler.num_waiting, len(bench.scheduler.entrance.reserved)) == (1, 0)
     bench.step(ends=[older])
     assert list(bench.pulling) == ["newer"], "it gets room again"
@@ -149,14 +149,14 @@ def test_what_lower_tiers_give_to_a_request_is_enough_for_those_who_are_due(
     """It counts the block that a running sequence needs next, which need not give way, nor take from others, for it."""
     bench = Bench(6, memory_reserve=EAGER)
     texts = (("a", 7, STANDARD), ("v", 4, BATCH), ("w", 4, BATCH))
-    generations = [bench.enter(request(name, text, tier=tier))[0] for name, text, tier in texts]
+    choices = [bench.enter(request(name, text, tier=tier))[0] for name, text, tier in texts]
     bench.step()
     assert bench.pool.num_free == 0, "and the first one is due"
     assert bench.reserve(request("high", num_tokens, tier=INTERACTIVE)) == []
     bench.end_step(bench.begin_step())
-    assert preempted(generations) == victims
+    assert preempted(choices) == victims
     assert bench.reserve() == ["high"]
-    assert generations[0] in bench.step().decodes
+    assert choices[0] in bench.step().decodes
 
 
 def test_a_pull_that_has_begun_to_read_keeps_its_blocks() -> None:
@@ -167,7 +167,7 @@ def test_a_pull_that_has_begun_to_read_keeps_its_blocks() -> None:
     assert newer.pull is not None
     newer.pull.blocks_ready(offer(newer, 1))
     bench.preempt()
-    assert (older.stage, bench.scheduler.preemption.num_revoked) == (Stage.PREEMPTED, 0)
+    assert (older.stage, bench.scheduler.preemption.num_revoked) == (ChoiceStage.PREEMPTED, 0)
 
 
 def test_a_prompt_that_is_computed_here_gives_way_to_older_sequences() -> None:
@@ -176,7 +176,7 @@ def test_a_prompt_that_is_computed_here_gives_way_to_older_sequences() -> None:
     newer = request("newer", 12, local=True)
     bench.reserve(newer)
     bench.preempt()
-    assert older.stage is Stage.RUNNING
+    assert older.stage is ChoiceStage.RUNNING
     assert (len(bench.scheduler.prompts), bench.scheduler.num_waiting, len(bench.scheduler.entrance.preempted)) == (
         0,
         1,
@@ -189,7 +189,7 @@ def test_a_prompt_of_a_higher_tier_does_not_give_way() -> None:
     lower = bench.run(request("lower", 8))
     bench.reserve(request("higher", 12, local=True, tier=INTERACTIVE))
     bench.preempting_step()
-    assert lower.stage is Stage.PREEMPTED
+    assert lower.stage is ChoiceStage.PREEMPTED
     assert len(bench.scheduler.prompts) == 1
 
 
@@ -199,20 +199,20 @@ def test_who_is_about_to_join_gives_way_before_older_ones_that_run() -> None:
     runs = bench.run(request("runs", 8))
     [ready] = bench.enter(request("ready", 5))
     bench.preempt()
-    assert (runs.stage, ready.stage) == (Stage.RUNNING, Stage.PREEMPTED)
+    assert (runs.stage, ready.stage) == (ChoiceStage.RUNNING, ChoiceStage.PREEMPTED)
 
 
 def test_who_came_back_is_as_old_as_it_was() -> None:
     bench, [a, b, c] = crowded(STANDARD, STANDARD, STANDARD)
     bench.preempt()
-    assert c.stage is Stage.PREEMPTED
+    assert c.stage is ChoiceStage.PREEMPTED
     bench.forget(b.request)
     bench.reserve()
     bench.step()
-    assert (b.stage, c.stage) == (Stage.ENDED, Stage.RUNNING)
+    assert (b.stage, c.stage) == (ChoiceStage.ENDED, ChoiceStage.RUNNING)
     [d] = bench.enter(request("d", 3))
     bench.preempt()
-    assert (a.stage, c.stage, d.stage) == (Stage.RUNNING, Stage.RUNNING, Stage.PREEMPTED)
+    assert (a.stage, c.stage, d.stage) == (ChoiceStage.RUNNING, ChoiceStage.RUNNING, ChoiceStage.PREEMPTED)
 
 
 def test_one_that_gave_way_to_a_loan_comes_back_when_enough_of_it_is_back() -> None:
@@ -224,10 +224,10 @@ def test_one_that_gave_way_to_a_loan_comes_back_when_enough_of_it_is_back() -> N
     lent = bench.scheduler.lend(old.chain.hashes)
     assert len(lent) == 3
     bench.preempt()
-    assert (runs.stage, bench.pool.num_free) == (Stage.PREEMPTED, 5)
+    assert (runs.stage, bench.pool.num_free) == (ChoiceStage.PREEMPTED, 5)
     bench.pool.release(lent[2:])
     bench.reserve()
-    assert runs.stage is Stage.READY, "it is alone, and needs 6 blocks"
+    assert runs.stage is ChoiceStage.READY, "it is alone, and needs 6 blocks"
 
 
 # --- how ---------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_what_is_swapped_out_comes_back_in_the_same_order() -> None:
     bench.forget(a.request)
     bench.evict()
     bench.reserve()
-    assert b.stage is Stage.READY
+    assert b.stage is ChoiceStage.READY
     step = bench.begin_step()
     assert step.swap_ins == list(zip(slots, b.sequence.block_table, strict=False))
     assert len(b.sequence.block_table) == 4, "and one for its next token"
@@ -314,7 +314,7 @@ def test_recomputing_begins_after_what_is_still_cached() -> None:
     assert len(bench.pool.match(b.chain.hashes)) == 2, "the third is in use for other contents"
     bench.forget(a.request)
     bench.reserve()
-    assert b.stage is Stage.RECOMPUTING
+    assert b.stage is ChoiceStage.RECOMPUTING
     [chunk] = bench.step().chunks
     assert (chunk.start, chunk.end) == (8, 13)
 
@@ -325,9 +325,9 @@ def test_recomputing_takes_no_more_tokens_of_a_step_than_prompts_may() -> None:
     bench.forget(b.request)
     bench.evict()
     bench.reserve()
-    assert c.stage is Stage.RECOMPUTING
+    assert c.stage is ChoiceStage.RECOMPUTING
     sizes = []
-    while c.stage is Stage.RECOMPUTING:
+    while c.stage is ChoiceStage.RECOMPUTING:
         step = bench.step()
         assert step.decodes == [a]
         sizes += [chunk.end - chunk.start for chunk in step.chunks]
@@ -341,7 +341,7 @@ def test_a_recomputed_sequence_goes_on_with_its_next_token() -> None:
     bench.forget(a.request)
     bench.reserve()
     step = bench.step()
-    assert [chunk.prompt.generation for chunk in step.chunks] == [b]
+    assert [chunk.prompt.choice for chunk in step.chunks] == [b]
     assert b.sequence.token_ids == [*before, len(before)]
     assert bench.step().decodes == [b]
     assert b.sequence.token_ids == [*before, len(before), len(before) + 1]
@@ -352,7 +352,7 @@ def test_what_is_preempted_before_it_is_swapped_in_stays_where_it_is() -> None:
     bench.preempt()
     bench.forget(a.request)
     bench.reserve()
-    assert b.stage is Stage.READY
+    assert b.stage is ChoiceStage.READY
     slots = list(b.host_slots)
     assert len(slots) == 3
     bench.want(request("vip", 24, tier=INTERACTIVE))
@@ -395,7 +395,7 @@ def test_who_was_preempted_comes_back_before_those_of_its_tier_and_lower_come_in
     assert bench.reserve(small) == ([] if waits else ["small"])
     bench.forget(a.request)
     bench.reserve()
-    assert b.stage is Stage.READY
+    assert b.stage is ChoiceStage.READY
     assert "small" in bench.pulling, "there is room for both"
 
 
@@ -408,11 +408,11 @@ def test_of_those_who_were_preempted_the_oldest_of_the_highest_tier_comes_back_f
     for each in (big, vip.request):
         bench.forget(each)
     elsewhere = bench.pool.allocate(bench.pool.num_free)
-    back: list[Generation] = []
+    back: list[DecodeChoice] = []
     while elsewhere:
         bench.pool.release([elsewhere.pop()])
         bench.reserve()
-        back += [each for each in others if each.stage is not Stage.PREEMPTED and each not in back]
+        back += [each for each in others if each.stage is not ChoiceStage.PREEMPTED and each not in back]
     assert back == [others[1], others[2], others[0]]
 
 
@@ -449,17 +449,17 @@ def test_lower_tiers_give_way_to_a_request_for_which_there_is_no_room(here: Tier
     bench, [a, b] = crowded(here, here)
     assert bench.reserve(request("new", 4, tier=comes)) == []
     bench.step()
-    assert [a.stage is Stage.PREEMPTED, b.stage is Stage.PREEMPTED] == [False, gives_way]
+    assert [a.stage is ChoiceStage.PREEMPTED, b.stage is ChoiceStage.PREEMPTED] == [False, gives_way]
     assert list(bench.pulling) == (["new"] if gives_way else [])
 
 
 @pytest.mark.parametrize(("num_tokens", "num_giving_way"), [(4, 1), (12, 1), (13, 2), (24, 2), (25, 3)])
 def test_as_many_give_way_as_it_takes(num_tokens: int, num_giving_way: int) -> None:
     """With each three blocks come back."""
-    bench, generations = crowded(BATCH, BATCH, BATCH)
+    bench, choices = crowded(BATCH, BATCH, BATCH)
     bench.reserve(request("vip", num_tokens, tier=INTERACTIVE))
     bench.step()
-    assert preempted(generations) == [2, 1, 0][:num_giving_way][::-1]
+    assert preempted(choices) == [2, 1, 0][:num_giving_way][::-1]
     assert list(bench.pulling) == ["vip"]
 
 
@@ -467,7 +467,7 @@ def test_nobody_of_its_own_tier_gives_way_when_lower_ones_have_not_enough() -> N
     bench, [vip, batch] = crowded(INTERACTIVE, BATCH)
     assert bench.reserve(request("big", 24, tier=INTERACTIVE)) == []
     step = bench.begin_step()
-    assert [vip.stage, batch.stage] == [Stage.RUNNING, Stage.PREEMPTED]
+    assert [vip.stage, batch.stage] == [ChoiceStage.RUNNING, ChoiceStage.PREEMPTED]
     bench.end_step(step)
     assert bench.reserve() == []
 
@@ -489,7 +489,7 @@ def test_pressure_ends_when_the_request_has_come_in() -> None:
     bench.end_step(step, ends=[b])
     assert bench.reserve() == ["vip"]
     bench.begin_step()
-    assert a.stage is Stage.RUNNING
+    assert a.stage is ChoiceStage.RUNNING
     assert bench.num_preemptions == 0
 
 
@@ -500,22 +500,22 @@ def test_pressure_ends_when_the_request_is_given_up() -> None:
     bench.forget(vip)
     bench.reserve()
     bench.begin_step()
-    assert b.stage is Stage.RUNNING
+    assert b.stage is ChoiceStage.RUNNING
     assert bench.num_preemptions == 0
 
 
 def test_pressure_is_met_once() -> None:
     """What was taken is there at the end of the step; asking again meanwhile takes nothing from anybody else."""
-    bench, generations = crowded(BATCH, BATCH, BATCH)
+    bench, choices = crowded(BATCH, BATCH, BATCH)
     bench.reserve(request("vip", 4, tier=INTERACTIVE))
     step = bench.begin_step()
-    assert preempted(generations) == [2]
+    assert preempted(choices) == [2]
     bench.want(request("who asks", 4, tier=BATCH))
     assert bench.reserve() == []
     bench.end_step(step)
     assert bench.reserve() == ["vip"]
     bench.begin_step()
-    assert preempted(generations) == [2]
+    assert preempted(choices) == [2]
 
 
 def test_who_holds_nothing_alone_does_not_end_the_search_for_room() -> None:
@@ -527,7 +527,7 @@ def test_who_holds_nothing_alone_does_not_end_the_search_for_room() -> None:
     bench.reserve(request("vip", 12, tier=INTERACTIVE))
     bench.step()
     assert list(bench.pulling) == ["vip"]
-    assert a.stage is not Stage.ENDED
+    assert a.stage is not ChoiceStage.ENDED
 
 
 def test_room_that_does_not_do_yet_is_kept_for_whom_it_is_made() -> None:
@@ -536,16 +536,16 @@ def test_room_that_does_not_do_yet_is_kept_for_whom_it_is_made() -> None:
     a, c = bench.run(request("a", 17, tier=BATCH)), bench.run(request("c", 5, tier=BATCH))
     b = bench.run(request("b", 9, tier=BATCH))
     bench.preempt()
-    assert b.stage is Stage.PREEMPTED
+    assert b.stage is ChoiceStage.PREEMPTED
     bench.want(request("vip", 21, tier=INTERACTIVE))
     bench.forget(c.request)
     bench.reserve()
     num_free = bench.pool.num_free
     assert -(-b.sequence.num_tokens // 4) <= num_free < 6
-    assert b.stage is Stage.PREEMPTED
+    assert b.stage is ChoiceStage.PREEMPTED
     bench.step()
     assert list(bench.pulling) == ["vip"]
-    assert a.stage is Stage.PREEMPTED
+    assert a.stage is ChoiceStage.PREEMPTED
     assert bench.num_preemptions == 2
 
 
@@ -557,16 +557,16 @@ def test_room_is_kept_for_a_higher_tier_for_a_while_and_no_longer(meanwhile: str
     first = request("first", 32, tier=INTERACTIVE)
     bench.reserve(first)
     bench.step()
-    assert (list(bench.pulling), b.stage) == (["first"], Stage.PREEMPTED)
+    assert (list(bench.pulling), b.stage) == (["first"], ChoiceStage.PREEMPTED)
     bench.want(request("too big beside a", 44, tier=INTERACTIVE))
     bench.forget(first)
     bench.reserve()
-    assert (list(bench.pulling), b.stage) == ([], Stage.PREEMPTED)
+    assert (list(bench.pulling), b.stage) == ([], ChoiceStage.PREEMPTED)
     bench.now = 6.0
     if meanwhile == "somebody asks":
         bench.want(request("somebody else", 4, tier=BATCH))
     bench.reserve()
-    assert b.stage is Stage.RECOMPUTING
+    assert b.stage is ChoiceStage.RECOMPUTING
 
 
 def test_one_after_the_other_may_have_to_give_way() -> None:
@@ -575,12 +575,12 @@ def test_one_after_the_other_may_have_to_give_way() -> None:
     first = request("first", 4, tier=INTERACTIVE)
     bench.reserve(first)
     bench.step()
-    assert (list(bench.pulling), c.stage) == (["first"], Stage.PREEMPTED)
+    assert (list(bench.pulling), c.stage) == (["first"], ChoiceStage.PREEMPTED)
     bench.forget(first)
     bench.forget(a.request)
     bench.reserve()
     bench.steps(2)
-    assert (b.stage, c.stage) == (Stage.RUNNING, Stage.RUNNING)
+    assert (b.stage, c.stage) == (ChoiceStage.RUNNING, ChoiceStage.RUNNING)
     bench.reserve(request("second", 8, tier=INTERACTIVE))
     bench.steps(2)
     assert list(bench.pulling) == ["second"]
@@ -601,7 +601,7 @@ def test_in_a_full_batch_an_interactive_request_takes_the_place_of_a_lower_one_w
     [vip] = bench.enter(vip_request)
     step = bench.step()
     assert step.decodes == [a, vip]
-    assert (b.stage, list(b.sequence.block_table)) == (Stage.READY, table)
+    assert (b.stage, list(b.sequence.block_table)) == (ChoiceStage.READY, table)
     assert bench.num_preemptions == 0
     num_tokens = b.sequence.num_tokens
     bench.steps(3)

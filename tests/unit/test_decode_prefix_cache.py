@@ -179,10 +179,10 @@ def test_a_prompt_that_is_given_up_half_computed_leaves_no_name_of_what_is_not()
 def test_a_token_that_the_step_in_flight_computes_completes_no_block() -> None:
     bench = Bench()
     subject = request("a", 6)
-    [generation] = bench.enter(subject)
+    [choice] = bench.enter(subject)
     bench.step()
     step = bench.begin_step()
-    assert generation.sequence.num_computed == 7, "the step computes the eighth"
+    assert choice.sequence.num_computed == 7, "the step computes the eighth"
     bench.forget(subject)
     assert bench.pool.num_cached == 1
     bench.end_step(step)
@@ -192,12 +192,12 @@ def test_a_token_that_the_step_in_flight_computes_completes_no_block() -> None:
 def test_the_next_turn_finds_what_was_generated(end: str) -> None:
     bench = Bench(memory_reserve=EAGER)
     first = request("first", 6)
-    generation = bench.run(first)
+    choice = bench.run(first)
     bench.steps(7)
-    table = list(generation.sequence.block_table)
-    bench.step(ends=[generation] if end == "stop" else [])
+    table = list(choice.sequence.block_table)
+    bench.step(ends=[choice] if end == "stop" else [])
     bench.forget(first)
-    text = generation.sequence.token_ids
+    text = choice.sequence.token_ids
     assert len(text) == 16
     blocks, num_held = reservation(bench, request("second", [*text, *tokens("more", 5)]))
     assert (blocks[:3], num_held) == (table[:3], 3), "all but the last token had been computed"
@@ -216,7 +216,7 @@ def test_each_turn_of_a_conversation_computes_its_new_tokens_alone() -> None:
         # The last token of an answer was not computed when it ended, and the block that it is in is computed again.
         assert num_computed == 7 + (num_before - (num_before - 1) // 4 * 4 if turn else 0)
         assert num_computed <= 7 + 4
-        text = list(subject.generations[0].sequence.token_ids)
+        text = list(subject.choices[0].sequence.token_ids)
     assert len(text) == 8 * 16
 
 
@@ -321,7 +321,7 @@ def test_what_is_computed_here_goes_on_like_anything_else() -> None:
     bench.reserve(subject)
     assert (len(bench.scheduler.prompts), bench.scheduler.num_uncomputed_of(subject)) == (1, 6)
     bench.step()
-    one, other = subject.generations
+    one, other = subject.choices
     step = bench.step()
     assert step.decodes == [one, other]
     assert step.copies == [(one.sequence.block_table[1], other.sequence.block_table[1])]

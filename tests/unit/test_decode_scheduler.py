@@ -13,7 +13,7 @@ from common.contract.messages.worker import TokenLogprobs
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from decode_worker import request as request_module
-from decode_worker.request import DecodeRequest, Stage
+from decode_worker.request import ChoiceStage, DecodeRequest
 from decode_worker.step import Step
 
 INTERACTIVE, STANDARD, BATCH = Tier
@@ -57,14 +57,14 @@ def test_choices_share_full_blocks_and_copy_the_partial_one_before_it_is_written
     subject = request("a", 6, num_choices=3)
     bench.reserve(subject)
     pulled = list(bench.pulling["a"].block_ids)
-    generations = bench.settle(subject)
+    choices = bench.settle(subject)
     step = bench.begin_step()
-    tables = [list(generation.sequence.block_table) for generation in generations]
+    tables = [list(choice.sequence.block_table) for choice in choices]
     assert tables[0] == pulled
     assert [table[0] for table in tables] == [pulled[0]] * 3
     assert bench.pool.ref_count(pulled[0]) == 3
     assert len({table[1] for table in tables}) == 3, "each writes to a block of its own"
-    assert step.decodes == generations
+    assert step.decodes == choices
     assert step.copies == [(pulled[1], tables[1][1]), (pulled[1], tables[2][1])]
     bench.end_step(step)
     assert bench.step().copies == [], "copies are made once"
@@ -80,8 +80,8 @@ def test_a_full_last_block_is_not_copied() -> None:
 
 def test_choices_keep_their_numbers() -> None:
     bench = Bench()
-    generations = bench.enter(request("a", 6, choices=(5, 2)))
-    assert [generation.sequence.choice for generation in generations] == [5, 2]
+    choices = bench.enter(request("a", 6, choices=(5, 2)))
+    assert [choice.sequence.choice for choice in choices] == [5, 2]
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_choices_keep_their_numbers() -> None:
 def test_copies_outlive_the_choices_that_end_with_their_first_token(reasons: tuple[FinishReason | None, ...]) -> None:
     """What a pending copy reads and writes belongs to nobody else until the step that makes it is over."""
     bench = Bench()
-    generations = bench.enter(request("a", 6, num_choices=len(reasons)), *reasons)
-    going_on = [generation for generation in generations if generation.finish_reason is None]
+    choices = bench.enter(request("a", 6, num_choices=len(reasons)), *reasons)
+    going_on = [choice for choice in choices if choice.finish_reason is None]
     step = bench.begin_step()
     assert step.decodes == going_on
     copied = {block for copy in step.copies for block in copy}
     elsewhere = bench.pool.allocate(bench.pool.num_free)
     assert not copied & set(elsewhere), "a block of a copy in flight is given away"
     bench.pool.release(elsewhere)
-    for generation in going_on:
-        assert generation.sequence.block_table[1] in copied
+    for choice in going_on:
+        assert choice.sequence.block_table[1] in copied
     bench.end_step(step, ends=going_on)
     assert bench.pool.num_used == 0
 
@@ -208,8 +208,8 @@ def _stepped_aside(bench: Bench, subject: DecodeRequest) -> None:
     for number in range(2):
         bench.enter(request(f"vip {number}", 1, tier=INTERACTIVE))
     bench.step()
-    [generation] = subject.generations
-    assert generation.stage is Stage.READY
+    [choice] = subject.choices
+    assert choice.stage is ChoiceStage.READY
 
 
 def _preempting(bench: Bench, subject: DecodeRequest) -> Step:
@@ -217,14 +217,14 @@ def _preempting(bench: Bench, subject: DecodeRequest) -> Step:
     bench.run(request("senior", 12, tier=INTERACTIVE))
     bench.run(subject)
     step = bench.preempting_step()
-    assert subject.generations[0].stage is Stage.PREEMPTED
+    assert subject.choices[0].stage is ChoiceStage.PREEMPTED
     return step
 
 
 def _preempted(bench: Bench, subject: DecodeRequest) -> None:
     bench.end_step(_preempting(bench, subject))
     bench.reserve()
-    assert subject.generations[0].stage is Stage.PREEMPTED
+    assert subject.choices[0].stage is ChoiceStage.PREEMPTED
 
 
 def _back(bench: Bench, subject: DecodeRequest) -> None:
@@ -233,7 +233,7 @@ def _back(bench: Bench, subject: DecodeRequest) -> None:
     bench.forget(bench.requests[0])
     bench.evict()
     bench.reserve()
-    assert subject.generations[0].stage in (Stage.READY, Stage.RECOMPUTING)
+    assert subject.choices[0].stage in (ChoiceStage.READY, ChoiceStage.RECOMPUTING)
 
 
 def _coming_back(bench: Bench, subject: DecodeRequest) -> Step:
@@ -292,7 +292,7 @@ def test_a_request_that_is_given_up_keeps_nothing(stage: str, preempt_by: str) -
     subject = request("subject", 10, **options)  # type: ignore[arg-type]
     step = reach(bench, subject)
     bench.forget(subject)
-    assert all(generation.stage is Stage.ENDED for generation in subject.generations)
+    assert all(choice.stage is ChoiceStage.ENDED for choice in subject.choices)
     if step is not None:
         bench.end_step(step)
     for other in bench.requests:
@@ -310,10 +310,10 @@ def test_a_request_that_is_given_up_keeps_nothing(stage: str, preempt_by: str) -
 
 def test_what_has_ended_can_be_removed_again() -> None:
     bench = Bench()
-    generation = bench.run(request("a", 6))
-    bench.scheduler.sequences.remove(generation)
-    bench.scheduler.sequences.remove(generation)
-    bench.forget(generation.request)
+    choice = bench.run(request("a", 6))
+    bench.scheduler.sequences.remove(choice)
+    bench.scheduler.sequences.remove(choice)
+    bench.forget(choice.request)
     assert bench.pool.num_used == 0
 
 
@@ -322,34 +322,34 @@ def test_what_has_ended_can_be_removed_again() -> None:
 
 def test_the_first_frame_repeats_the_first_token() -> None:
     bench = Bench()
-    generation = bench.run(request("a", 6))
-    message = generation.tokens(generation.num_sent)
+    choice = bench.run(request("a", 6))
+    message = choice.tokens(choice.num_sent)
     assert (message.position, message.token_ids) == (6, (99, 7))
 
 
 def test_tokens_are_sent_again_from_any_position_that_was_generated_here() -> None:
     bench = Bench()
-    [generation] = bench.enter(request("a", 6, ENDLESS))
+    [choice] = bench.enter(request("a", 6, ENDLESS))
     bench.steps(3)
-    assert (generation.tokens(8).position, generation.tokens(8).token_ids) == (8, (8, 9))
-    assert (generation.tokens(0).position, generation.tokens(0).token_ids) == (6, (99, 7, 8, 9))
+    assert (choice.tokens(8).position, choice.tokens(8).token_ids) == (8, (8, 9))
+    assert (choice.tokens(0).position, choice.tokens(0).token_ids) == (6, (99, 7, 8, 9))
 
 
 def test_many_tokens_are_sent_again_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may have log probabilities with it: all at once, they would be no frame that anybody takes."""
     monkeypatch.setattr(request_module, "MAX_TOLD_TOKENS", 3)
     bench = Bench()
-    [generation] = bench.enter(request("a", 6, ENDLESS))
-    generation.sequence.sampling = SamplingParams(max_tokens=4, logprobs=0)
-    generation.sequence.token_ids[6:] = [99, 7, 8, 9]
-    generation.logprobs[:] = [TokenLogprobs(logprob=-float(index), top=()) for index in range(4)]
-    generation.finish_reason = "length"
-    told = [generation.tokens(position) for position in (6, 9)]
+    [choice] = bench.enter(request("a", 6, ENDLESS))
+    choice.sequence.sampling = SamplingParams(max_tokens=4, logprobs=0)
+    choice.sequence.token_ids[6:] = [99, 7, 8, 9]
+    choice.logprobs[:] = [TokenLogprobs(logprob=-float(index), top=()) for index in range(4)]
+    choice.finish_reason = "length"
+    told = [choice.tokens(position) for position in (6, 9)]
     assert [(each.position, each.token_ids, each.finish_reason) for each in told] == [
         (6, (99, 7, 8), None),
         (9, (9,), "length"),
     ]
-    assert [each.logprobs for each in told] == [tuple(generation.logprobs[:3]), tuple(generation.logprobs[3:])]
+    assert [each.logprobs for each in told] == [tuple(choice.logprobs[:3]), tuple(choice.logprobs[3:])]
 
 
 # --- sequences that wait for what their grammars allow ------------------------------------------------------------
@@ -376,16 +376,16 @@ def test_a_preempted_sequence_comes_back_when_its_mask_is_there() -> None:
     older, newer = bench.run(request("older", 5)), bench.run(request("newer", 5))
     bench.scheduler.entrance.mask_awaited(newer)
     borrowed = bench.pool.allocate(bench.pool.num_free)
-    while newer.stage is not Stage.PREEMPTED:
+    while newer.stage is not ChoiceStage.PREEMPTED:
         bench.step()
     bench.pool.release(borrowed)
     for _ in range(3):
         bench.reserve()
         bench.step()
-        assert newer.stage is Stage.PREEMPTED
+        assert newer.stage is ChoiceStage.PREEMPTED
     bench.scheduler.entrance.mask_known(newer)
     bench.reserve()
-    assert (older.stage, newer.stage) == (Stage.RUNNING, Stage.RECOMPUTING)
+    assert (older.stage, newer.stage) == (ChoiceStage.RUNNING, ChoiceStage.RECOMPUTING)
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -393,14 +393,14 @@ def test_whoever_ends_while_its_mask_is_awaited_leaves_nothing(preempted: bool) 
     bench = Bench(num_blocks=8, memory_reserve=EAGER, preempt_by="recompute")
     bench.run(request("older", 5))
     subject = request("subject", 5)
-    generation = bench.run(subject)
-    bench.scheduler.entrance.mask_awaited(generation)
+    choice = bench.run(subject)
+    bench.scheduler.entrance.mask_awaited(choice)
     if preempted:
         bench.pool.allocate(bench.pool.num_free)
-        while generation.stage is not Stage.PREEMPTED:
+        while choice.stage is not ChoiceStage.PREEMPTED:
             bench.step()
     bench.forget(subject)
     assert bench.scheduler.num_idle == 0
-    bench.scheduler.entrance.mask_known(generation)
+    bench.scheduler.entrance.mask_known(choice)
     bench.step()
     bench.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decode_bench import EAGER, Bench, request
 
 from common.contract.messages.worker import DecodeTimes, PromptTimes
-from decode_worker.request import DecodeRequest, Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.times import prompt_times_of, timings_of
 from kv_transfer.pull_times import PullTimes
 
@@ -32,13 +32,13 @@ def step(bench: Bench, seconds: float = 1.0) -> None:
     bench.now += seconds
 
 
-def step_until(bench: Bench, generation: Generation, stage: Stage) -> None:
-    while generation.stage is not stage:
+def step_until(bench: Bench, choice: DecodeChoice, stage: ChoiceStage) -> None:
+    while choice.stage is not stage:
         step(bench)
 
 
-def decoded(generation: Generation, now: float) -> DecodeTimes:
-    decode = timings_of(generation, now).decode
+def decoded(choice: DecodeChoice, now: float) -> DecodeTimes:
+    decode = timings_of(choice, now).decode
     assert decode is not None
     return decode
 
@@ -48,10 +48,10 @@ def test_a_pull_that_is_read_before_the_first_tokens_are_told() -> None:
     subject = request("a", 6, arrived=10.0)
     pulled(subject, told=15.0, reserved=12.0, read=15.5)
     bench.now = 16.0
-    [generation] = bench.enter(subject)
+    [choice] = bench.enter(subject)
     bench.now = 18.0
     step(bench)
-    told = timings_of(generation, bench.now)
+    told = timings_of(choice, bench.now)
     assert (told.choice, told.prompt) == (0, TOLD)
     assert told.decode == times(
         wait=5.0, pull=0.5, settle=0.5, queue=2.0, decode=1.0, read=3.0, hidden_read=2.0, bytes=640
@@ -63,9 +63,9 @@ def test_room_that_comes_after_the_first_tokens() -> None:
     subject = request("a", 6, arrived=10.0)
     pulled(subject, told=11.0, reserved=14.0, read=16.0)
     bench.now = 16.0
-    [generation] = bench.enter(subject)
+    [choice] = bench.enter(subject)
     step(bench)
-    assert decoded(generation, 17.0) == times(
+    assert decoded(choice, 17.0) == times(
         wait=1.0, reserve=3.0, pull=2.0, decode=1.0, read=3.0, hidden_read=2.0, bytes=640
     )
 
@@ -75,8 +75,8 @@ def test_what_was_read_before_a_sequence_stood_still_is_hidden() -> None:
     subject = request("a", 6)
     pulled(subject, told=1.0, reserved=1.0, read=1.0)
     subject.ahead = PullTimes(read_s=8.0, num_bytes=64)
-    [generation] = bench.enter(subject)
-    told = decoded(generation, 1.0)
+    [choice] = bench.enter(subject)
+    told = decoded(choice, 1.0)
     assert (told.read_s, told.hidden_read_s, told.pull_bytes) == (11.0, 10.0, 704)
 
 
@@ -87,13 +87,13 @@ def test_a_prompt_that_is_computed_here() -> None:
     bench.reserve(subject)
     step(bench)
     step(bench)
-    (generation,) = subject.generations
-    assert timings_of(generation, bench.now).decode is None, "there is nothing behind the first token yet"
+    (choice,) = subject.choices
+    assert timings_of(choice, bench.now).decode is None, "there is nothing behind the first token yet"
     prompt = prompt_times_of(subject, bench.now)
     assert prompt == PromptTimes(queue_s=2.0, prefix_pull_s=0.0, prefill_s=2.0)
     bench.now += 1.0
     step(bench)
-    assert decoded(generation, bench.now) == times(queue=2.0, decode=1.0)
+    assert decoded(choice, bench.now) == times(queue=2.0, decode=1.0)
 
 
 def test_what_was_cached_of_a_prompt_that_is_computed_here() -> None:
@@ -112,16 +112,16 @@ def test_the_time_out_of_the_batch_is_told_apart() -> None:
     for subject in (old, new):
         pulled(subject, told=0.0, reserved=0.0, read=0.0)
         bench.enter(subject)
-    (first,), (second,) = old.generations, new.generations
-    step_until(bench, second, Stage.PREEMPTED)
+    (first,), (second,) = old.choices, new.choices
+    step_until(bench, second, ChoiceStage.PREEMPTED)
     joined, lost = second.joined_at, second.paused_at
     assert joined is not None
     assert lost is not None
     waiting = decoded(second, lost + 5.0)
     assert (waiting.decode_s, waiting.preempted_s) == (lost - joined, 5.0)
     bench.forget(old)
-    assert first.stage is Stage.ENDED
-    step_until(bench, second, Stage.RUNNING)
+    assert first.stage is ChoiceStage.ENDED
+    step_until(bench, second, ChoiceStage.RUNNING)
     assert second.paused_at is None
     back = decoded(second, bench.now)
     assert back.preempted_s == second.paused_s > 0

@@ -25,7 +25,7 @@ from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeRequest, Generation
+from decode_worker.request import DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from kv_transfer.pull import Pull
@@ -283,12 +283,12 @@ class Worker:
         num = work(lambda: steps.append(self.scheduler.schedule(0.0)))
         [step] = steps
         num += work(lambda: self.pool.step_finished(number))
-        for generation in step.decodes:
-            generation.sequence.num_computed = generation.sequence.num_tokens
-            generation.sequence.token_ids.append(1)
-        for generation in step.decodes[:num_ends]:
-            generation.finish_reason = "stop"
-            num += work(partial(self.scheduler.sequences.remove, generation))
+        for choice in step.decodes:
+            choice.sequence.num_computed = choice.sequence.num_tokens
+            choice.sequence.token_ids.append(1)
+        for choice in step.decodes[:num_ends]:
+            choice.finish_reason = "stop"
+            num += work(partial(self.scheduler.sequences.remove, choice))
         num += work(lambda: self.scheduler.chunks_done(step.chunks))
         return num + work(self.come_in)
 
@@ -356,7 +356,7 @@ def test_a_hundred_thousand_requests_that_wait_make_no_step_dearer(num_tenants: 
 def test_who_has_left_is_not_kept_for_as_long_as_it_was_expected_to_last() -> None:
     def num_alive() -> int:
         gc.collect()
-        return sum(type(each) is Generation for each in gc.get_objects())
+        return sum(type(each) is DecodeChoice for each in gc.get_objects())
 
     before = num_alive()
     worker = Worker(8, 16 * 40)
@@ -364,9 +364,9 @@ def test_who_has_left_is_not_kept_for_as_long_as_it_was_expected_to_last() -> No
         worker.want(8, 2**20)
         worker.come_in()
         worker.step()
-        [generation] = worker.scheduler.batch.running()
-        worker.scheduler.forget(generation.request)
-    del generation
+        [choice] = worker.scheduler.batch.running()
+        worker.scheduler.forget(choice.request)
+    del choice
     for _ in range(17):  # the calendar of who needs a block has them for so long
         worker.step()
     assert num_alive() - before <= 3 * 16, "beside what heaps keep until it comes to the top"

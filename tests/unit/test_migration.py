@@ -143,7 +143,7 @@ def test_tokens_that_come_while_the_first_stage_reads_go_with_the_second() -> No
     world.deliver()
     end_step(world, d0)
     assert old.moved == {0}
-    assert d1.generation(RequestKey(old.key.request, 2)).first_position == 14, "nine were generated meanwhile"
+    assert d1.choice(RequestKey(old.key.request, 2)).first_position == 14, "nine were generated meanwhile"
     finish(world)
     assert no_token_was_computed_twice(world)
     assert len(old.ask.choices[0].token_ids) == 40
@@ -268,11 +268,11 @@ def test_log_probabilities_travel() -> None:
     world.deliver()
     end_step(world, d0)
     assert old.moved == {0}
-    [generation] = d1.core.book.requests[old.key.request].generations
-    assert len(generation.logprobs) == generation.sequence.num_tokens - generation.first_position
+    [choice] = d1.core.book.requests[old.key.request].choices
+    assert len(choice.logprobs) == choice.sequence.num_tokens - choice.first_position
     finish(world)
-    choice = old.ask.choices[0]
-    assert len(choice.logprobs) == len(choice.token_ids) - len(PROMPT) == 30
+    whole = old.ask.choices[0]
+    assert len(whole.logprobs) == len(whole.token_ids) - len(PROMPT) == 30
 
 
 # --- several choices ---------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_one_of_three_choices_moves_and_the_others_end_where_they_are() -> None:
     world.deliver()
     end_step(world, d0)
     assert old.moved == {1}
-    assert d0.core.book.requests[old.key.request].generations[1].moved
+    assert d0.core.book.requests[old.key.request].choices[1].moved
     finish(world)
     assert (kinds(old), kinds(new)) == ([Finished], [Finished])
     assert no_token_was_computed_twice(world)
@@ -353,8 +353,8 @@ def test_a_choice_that_ends_before_the_cut_is_not_offered() -> None:
     world = World()
     d0 = first(world)
     old = running(world, num_choices=2)
-    generation = d0.generation(old.key, 0)
-    generation.sequence.sampling = SamplingParams(max_tokens=generation.sequence.num_output + 2)
+    choice = d0.choice(old.key, 0)
+    choice.sequence.sampling = SamplingParams(max_tokens=choice.sequence.num_output + 2)
     d0.core.steps._columns = DecodeColumns(MAX_TOKENS, frozenset())  # the old ones have read the old parameters
     end_step(world, d0)
     new = world.gateway.move(old, second(world))
@@ -383,7 +383,7 @@ def test_a_sequence_that_is_preempted_before_the_cut_is_not_offered() -> None:
     d0 = first(world)
     old, new = wanted(world)
     scheduler = d0.core.scheduler
-    scheduler.preemption.preempt(d0.generation(old.key), Step(), world.now)
+    scheduler.preemption.preempt(d0.choice(old.key), Step(), world.now)
     end_step(world, d0)
     assert failed(new) is Cause.LEASE_LOST
     assert old.cut == set()
@@ -401,7 +401,7 @@ def test_a_preempted_sequence_is_refused(swap: bool) -> None:
         d0.step()
     world.deliver()
     d0.worker.drain()
-    [preempted] = [leg for leg in legs if d0.generation(leg.key).stage == "preempted"]
+    [preempted] = [leg for leg in legs if d0.choice(leg.key).stage == "preempted"]
     new = world.gateway.move(preempted, d1)
     world.deliver()
     assert failed(new) is Cause.LEASE_LOST
@@ -567,7 +567,7 @@ def test_the_source_says_where_it_has_stopped() -> None:
     assert tokens.position + len(tokens.token_ids) == stop.position, "everything before the cut is told before it"
     world.deliver()
     assert old.moved == {0}
-    assert second(world).generation(new.key).sequence.num_tokens == 16
+    assert second(world).choice(new.key).sequence.num_tokens == 16
     finish(world)
 
 
@@ -604,8 +604,8 @@ def test_a_gateway_that_has_lost_many_tokens_is_sent_all_of_them(monkeypatch: py
     for tokens in told:
         assert (tokens.position, 1 <= len(tokens.token_ids) <= 2) == (position, True)
         position += len(tokens.token_ids)
-    generation = site.generation(old.key)
-    assert position == generation.sequence.num_tokens
+    choice = site.choice(old.key)
+    assert position == choice.sequence.num_tokens
     finish(world)
 
 

@@ -12,7 +12,7 @@ from migration_bench import Pause, World
 from common.contract.messages.gateway import Suspicion
 from common.contract.messages.worker import Cancelled
 from decode_worker.columns import DecodeColumns
-from decode_worker.request import Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.step import Step
 
 
@@ -26,7 +26,7 @@ class Ahead(Bench):
         self.check()
         return number, step
 
-    def end(self, begun: tuple[int, Step], *ends: Generation) -> None:
+    def end(self, begun: tuple[int, Step], *ends: DecodeChoice) -> None:
         """It is done; `ends` have got their last token."""
         self._number, step = begun
         self.end_step(step, ends)
@@ -59,7 +59,7 @@ def test_a_sequence_without_a_block_waits_for_one_that_is_about_to_be_free() -> 
     assert bench.num_preemptions == 0
 
 
-def ahead_without_blocks(*texts: int, max_tokens: int) -> tuple[Ahead, list[Generation], tuple[int, Step]]:
+def ahead_without_blocks(*texts: int, max_tokens: int) -> tuple[Ahead, list[DecodeChoice], tuple[int, Step]]:
     """Sequences of so many tokens run in a step, at whose end all but the last need another block and there is none.
     The last one may have `max_tokens`."""
     bench = Ahead(num_blocks=32, memory_reserve=EAGER)
@@ -85,7 +85,7 @@ def test_who_goes_on_gives_way_while_a_step_is_ahead() -> None:
     """Nothing comes back by itself: the newest makes room, and loses nothing of what it has said."""
     bench, [growing, newest], first = ahead_without_blocks(7, 5, max_tokens=50)
     second = bench.begin(first[1])
-    assert (newest.stage, bench.num_preemptions) == (Stage.PREEMPTED, 1)
+    assert (newest.stage, bench.num_preemptions) == (ChoiceStage.PREEMPTED, 1)
     assert second[1].decodes == []
     bench.end(first)
     bench.end(second)
@@ -104,16 +104,22 @@ def test_shared_blocks_of_one_that_ends_do_not_come_back() -> None:
     first = bench.begin(None)
     assert first[1].decodes == [one, other, ending, sibling]
     bench.begin(first[1])
-    assert [each.stage for each in (ending, sibling)] == [Stage.RUNNING, Stage.PREEMPTED], "one block is not enough"
-    assert [each.stage for each in (one, other)] == [Stage.RUNNING, Stage.RUNNING]
+    assert [each.stage for each in (ending, sibling)] == [ChoiceStage.RUNNING, ChoiceStage.PREEMPTED], (
+        "one block is not enough"
+    )
+    assert [each.stage for each in (one, other)] == [ChoiceStage.RUNNING, ChoiceStage.RUNNING]
 
 
 def test_who_ends_with_the_step_before_does_not_give_way() -> None:
     """Its blocks come back anyway, once; preempted, it would have to come back for one token."""
     bench, [one, other, third, ending], first = ahead_without_blocks(7, 7, 7, 5, max_tokens=2)
     bench.begin(first[1])
-    assert ending.stage is Stage.RUNNING
-    assert [each.stage for each in (one, other, third)] == [Stage.RUNNING, Stage.RUNNING, Stage.PREEMPTED]
+    assert ending.stage is ChoiceStage.RUNNING
+    assert [each.stage for each in (one, other, third)] == [
+        ChoiceStage.RUNNING,
+        ChoiceStage.RUNNING,
+        ChoiceStage.PREEMPTED,
+    ]
     bench.end(first, ending)
     assert ending.sequence.num_output == 2
 
@@ -145,16 +151,16 @@ def test_penalties_do_not_need_to_know() -> None:
     penalised = request("penalised", 5)
     sampling = replace(penalised.work.sampling, presence_penalty=1.0, repetition_penalty=1.2)
     penalised.work = replace(penalised.work, sampling=sampling)
-    [generation] = bench.enter(penalised)
+    [choice] = bench.enter(penalised)
     first = bench.begin(None)
     assert bench.scheduler.may_run_ahead(first[1])
     second = bench.begin(first[1])
     decodes = DecodeColumns(1000, ()).decoding(second[1].decodes, first[1].decodes).decodes
     assert (decodes.follows_D.tolist(), decodes.samples.positions_N.tolist()) == (
         [0],
-        [generation.sequence.num_tokens + 1],
+        [choice.sequence.num_tokens + 1],
     )
-    assert decodes.samples.special[0].counts is generation.sequence.counts is not None
+    assert decodes.samples.special[0].counts is choice.sequence.counts is not None
 
 
 def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,15 @@ from decode_bench import BLOCK_SIZE, ENDLESS, request
 from common.contract.tiers import Tier
 from common.engine.sequence import Sequence
 from decode_worker.policy import Policy
-from decode_worker.request import Generation, Stage
+from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.running_batch import RunningBatch, seniority
 
 INTERACTIVE, STANDARD, BATCH = Tier
 
 
-def generation(
+def choice(
     order: int, tier: Tier = STANDARD, num_tokens: int = 1, num_blocks: int | None = None, max_tokens: int = ENDLESS
-) -> Generation:
+) -> DecodeChoice:
     """With the blocks that its tokens need, unless told otherwise, and a prompt of one token."""
     subject = request(f"r{order}", max(1, num_tokens), max_tokens, tier=tier)
     num_blocks = -(-num_tokens // BLOCK_SIZE) if num_blocks is None else num_blocks
@@ -27,7 +27,7 @@ def generation(
     table = list(range(num_blocks))
     sequence = Sequence(subject.key, 0, token_ids, 1, subject.work.sampling, num_tokens - 1, table)
     (handle,) = subject.work.handles
-    return Generation(subject, sequence, subject.chain, order, 0.5, handle)
+    return DecodeChoice(subject, sequence, subject.chain, order, 0.5, handle)
 
 
 class Bench:
@@ -39,12 +39,12 @@ class Bench:
         )
         self.now = 0.0
 
-    def add(self, *generations: Generation) -> None:
-        for each in generations:
+    def add(self, *choices: DecodeChoice) -> None:
+        for each in choices:
             self.batch.add(each, self.now)
         self.batch.check_invariants()
 
-    def step(self) -> tuple[list[Generation], list[Generation]]:
+    def step(self) -> tuple[list[DecodeChoice], list[DecodeChoice]]:
         """Those that have joined, those that were due and got their block."""
         joined = self.batch.next_step(self.now)
         due = self.batch.due()
@@ -58,19 +58,19 @@ class Bench:
 
 
 def test_seniority_is_tier_then_order() -> None:
-    batch, standard, vip = generation(0, BATCH), generation(1), generation(2, INTERACTIVE)
-    newer = generation(3)
+    batch, standard, vip = choice(0, BATCH), choice(1), choice(2, INTERACTIVE)
+    newer = choice(3)
     assert sorted([newer, batch, vip, standard], key=seniority) == [vip, standard, newer, batch]
 
 
 def test_who_is_ready_joins_at_the_next_step_senior_ones_first() -> None:
     bench = Bench(max_num_seqs=2)
-    a, b, vip = generation(0), generation(1), generation(2, INTERACTIVE)
+    a, b, vip = choice(0), choice(1), choice(2, INTERACTIVE)
     bench.add(b, a, vip)
     assert bench.batch.num_running == 0
     assert bench.step()[0] == [vip, a]
     assert (bench.batch.num_running, bench.batch.num_ready) == (2, 1)
-    assert [each.stage for each in (vip, a, b)] == [Stage.RUNNING, Stage.RUNNING, Stage.READY]
+    assert [each.stage for each in (vip, a, b)] == [ChoiceStage.RUNNING, ChoiceStage.RUNNING, ChoiceStage.READY]
     bench.batch.discard(vip)
     assert bench.step()[0] == [b]
     assert bench.batch.running() == [a, b], "in the order of joining"
@@ -79,7 +79,7 @@ def test_who_is_ready_joins_at_the_next_step_senior_ones_first() -> None:
 @pytest.mark.parametrize("num_tokens", range(1, 10))
 def test_a_sequence_is_due_at_the_step_for_which_it_lacks_a_slot(num_tokens: int) -> None:
     bench = Bench()
-    subject = generation(0, num_tokens=num_tokens)
+    subject = choice(0, num_tokens=num_tokens)
     bench.add(subject)
     for _ in range(20):
         num_before, num_slots = subject.sequence.num_tokens, len(subject.sequence.block_table) * BLOCK_SIZE
@@ -89,14 +89,14 @@ def test_a_sequence_is_due_at_the_step_for_which_it_lacks_a_slot(num_tokens: int
 
 def test_who_joins_without_a_slot_for_its_last_token_is_due_at_once() -> None:
     bench = Bench()
-    subject = generation(0, num_tokens=5, num_blocks=1)
+    subject = choice(0, num_tokens=5, num_blocks=1)
     bench.add(subject)
     assert bench.step() == ([subject], [subject])
 
 
 def test_who_is_due_at_the_next_step_is_known_beforehand() -> None:
     bench = Bench()
-    bench.add(generation(0, num_tokens=3), generation(1, num_tokens=3), generation(2, num_tokens=4))
+    bench.add(choice(0, num_tokens=3), choice(1, num_tokens=3), choice(2, num_tokens=4))
     foreseen = []
     due = []
     for _ in range(12):
@@ -109,9 +109,9 @@ def test_who_is_due_at_the_next_step_is_known_beforehand() -> None:
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_who_gets_its_last_token_from_the_step_before_is_known(max_tokens: int) -> None:
     batch = Bench().batch
-    subject = generation(0, max_tokens=max_tokens)
+    subject = choice(0, max_tokens=max_tokens)
     batch.add(subject, 0.0)
-    ahead: list[Generation] = []
+    ahead: list[DecodeChoice] = []
     for num_steps in range(max_tokens + 1):
         batch.next_step(0.0, ahead)
         assert batch.ending() == ({subject} if num_steps == max_tokens else set())
@@ -122,7 +122,7 @@ def test_who_gets_its_last_token_from_the_step_before_is_known(max_tokens: int) 
 
 def test_who_has_sat_out_steps_gets_its_last_token_later() -> None:
     batch = Bench().batch
-    subject = generation(0, max_tokens=1)
+    subject = choice(0, max_tokens=1)
     batch.add(subject, 0.0)
     for _ in range(3):
         batch.next_step(0.0)
@@ -133,7 +133,7 @@ def test_who_has_sat_out_steps_gets_its_last_token_later() -> None:
 
 def test_who_has_left_is_not_due() -> None:
     bench = Bench()
-    a, b = generation(0, num_tokens=4), generation(1, num_tokens=4)
+    a, b = choice(0, num_tokens=4), choice(1, num_tokens=4)
     bench.add(a, b)
     bench.step()
     bench.batch.discard(a)
@@ -142,7 +142,7 @@ def test_who_has_left_is_not_due() -> None:
 
 def test_who_sits_out_is_due_again_at_the_next_step() -> None:
     bench = Bench()
-    subject = generation(0, num_tokens=4)
+    subject = choice(0, num_tokens=4)
     bench.add(subject)
     bench.step()
     for _ in range(3):
@@ -155,13 +155,13 @@ def test_who_sits_out_is_due_again_at_the_next_step() -> None:
 
 def test_the_newest_of_the_lowest_tier_is_found_among_those_who_run_and_those_who_wait() -> None:
     bench = Bench(max_num_seqs=3)
-    old, new, vip = generation(0, BATCH), generation(3, BATCH), generation(4, INTERACTIVE)
+    old, new, vip = choice(0, BATCH), choice(3, BATCH), choice(4, INTERACTIVE)
     assert bench.batch.newest() is None
     bench.add(old, new, vip)
     assert bench.batch.newest() is new
     bench.step()
     assert bench.batch.newest() is new
-    newer, standard = generation(5, BATCH), generation(6)
+    newer, standard = choice(5, BATCH), choice(6)
     bench.add(newer, standard)
     assert bench.batch.newest() is newer
     for expected in (newer, new, old, standard, vip):
@@ -172,33 +172,33 @@ def test_the_newest_of_the_lowest_tier_is_found_among_those_who_run_and_those_wh
 
 def test_in_a_full_batch_a_higher_tier_takes_the_place_of_the_newest_of_the_lowest() -> None:
     bench = Bench(max_num_seqs=3)
-    batch, newer_batch, standard = generation(0, BATCH), generation(1, BATCH), generation(2)
+    batch, newer_batch, standard = choice(0, BATCH), choice(1, BATCH), choice(2)
     bench.add(batch, newer_batch, standard)
     bench.step()
-    vip = generation(3, INTERACTIVE)
+    vip = choice(3, INTERACTIVE)
     bench.add(vip)
     assert bench.step()[0] == [vip]
     assert bench.batch.running() == [standard, batch, vip]
     assert bench.batch.left() == [newer_batch]
     assert bench.batch.left() == [], "told once"
-    assert newer_batch.stage is Stage.READY
+    assert newer_batch.stage is ChoiceStage.READY
     assert bench.batch.ready() == [newer_batch]
 
 
 @pytest.mark.parametrize("tier", [STANDARD, BATCH])
 def test_in_a_full_batch_an_equal_or_lower_tier_takes_no_place(tier: Tier) -> None:
     bench = Bench(max_num_seqs=1)
-    runs = generation(5)
+    runs = choice(5)
     bench.add(runs)
     bench.step()
-    bench.add(generation(0, tier))
+    bench.add(choice(0, tier))
     assert bench.step()[0] == []
     assert bench.batch.running() == [runs]
 
 
 def test_who_stepped_aside_is_due_as_many_steps_later() -> None:
     bench = Bench(max_num_seqs=1)
-    subject, vip = generation(0, BATCH, num_tokens=2), generation(1, INTERACTIVE)
+    subject, vip = choice(0, BATCH, num_tokens=2), choice(1, INTERACTIVE)
     bench.add(subject)
     bench.step()
     bench.add(vip)
@@ -212,9 +212,9 @@ def test_who_stepped_aside_is_due_as_many_steps_later() -> None:
 
 def test_who_has_waited_long_gets_a_place_before_a_higher_tier() -> None:
     bench = Bench(max_num_seqs=8, ageing_s=5.0)
-    first = [generation(order, INTERACTIVE) for order in range(8)]
-    more = [generation(order, INTERACTIVE) for order in range(10, 14)]
-    waits = generation(9, BATCH)
+    first = [choice(order, INTERACTIVE) for order in range(8)]
+    more = [choice(order, INTERACTIVE) for order in range(10, 14)]
+    waits = choice(9, BATCH)
     bench.add(*first)
     bench.step()
     bench.add(waits, *more)
@@ -228,10 +228,10 @@ def test_who_has_waited_long_gets_a_place_before_a_higher_tier() -> None:
 
 def test_those_who_have_waited_long_get_one_place_in_eight() -> None:
     bench = Bench(max_num_seqs=16, ageing_s=5.0)
-    aged = [generation(order, BATCH) for order in range(5)]
+    aged = [choice(order, BATCH) for order in range(5)]
     bench.add(*aged)
     bench.now = 9.0
-    bench.add(*(generation(order, INTERACTIVE) for order in range(10, 40)))
+    bench.add(*(choice(order, INTERACTIVE) for order in range(10, 40)))
     joined, _ = bench.step()
     assert sum(each in aged for each in joined) == 2
     assert len(joined) == 16
@@ -241,12 +241,12 @@ def test_those_who_have_waited_long_get_one_place_in_eight() -> None:
 
 def test_who_got_its_place_by_waiting_does_not_step_aside() -> None:
     bench = Bench(max_num_seqs=2, ageing_s=5.0)
-    aged, other = generation(0, BATCH), generation(1)
+    aged, other = choice(0, BATCH), choice(1)
     bench.add(aged)
     bench.now = 9.0
     bench.add(other)
     bench.step()
-    vip, another = generation(2, INTERACTIVE), generation(3, INTERACTIVE)
+    vip, another = choice(2, INTERACTIVE), choice(3, INTERACTIVE)
     bench.add(vip, another)
     assert bench.step()[0] == [vip]
     assert bench.batch.running() == [aged, vip]
@@ -255,7 +255,7 @@ def test_who_got_its_place_by_waiting_does_not_step_aside() -> None:
 
 def test_discarding_what_is_not_here_does_nothing() -> None:
     bench = Bench()
-    bench.batch.discard(generation(0))
+    bench.batch.discard(choice(0))
     bench.batch.check_invariants()
 
 
@@ -263,10 +263,10 @@ def test_discarding_what_is_not_here_does_nothing() -> None:
 def test_the_calendar_agrees_with_looking_at_everybody(seed: int) -> None:
     random = Random(seed)
     bench = Bench(max_num_seqs=random.choice([1, 3, 8]))
-    here: list[Generation] = []
+    here: list[DecodeChoice] = []
     for order in range(300):
         if random.random() < 0.4:
-            here.append(generation(order, random.choice(list(Tier)), num_tokens=random.randint(1, 9)))
+            here.append(choice(order, random.choice(list(Tier)), num_tokens=random.randint(1, 9)))
             bench.add(here[-1])
         if here and random.random() < 0.3:
             bench.batch.discard(here.pop(random.randrange(len(here))))
