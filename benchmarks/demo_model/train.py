@@ -5,7 +5,7 @@ steps and its number of threads; floating-point sums in another order, as on ano
 The folder it writes loads with ``AutoModelForCausalLM`` and ``AutoTokenizer`` as it stands.
 
     python -m benchmarks.demo_model.train --out DIR          train, write the model to DIR, print its accuracy
-    python -m benchmarks.demo_model.train --out DIR --evaluate   only print the accuracy of the model in DIR
+    python -m benchmarks.demo_model.train --out DIR --only-evaluate   only print the accuracy of the model in DIR
 
 The number of facts grows as the model learns: it rises to the next level once the recent answers are nearly all right.
 An answer counts as right if greedy decoding gives its four digits, then the end, and nothing else.
@@ -13,7 +13,6 @@ An answer counts as right if greedy decoding gives its four digits, then the end
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch.nn import functional
@@ -39,6 +39,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.command import call
 from benchmarks.demo_model import corpus
 from benchmarks.demo_model.corpus import Form, Segment
 from benchmarks.demo_model.initial import HIDDEN, initialise
@@ -277,47 +278,42 @@ def evaluate(
     return shares
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train or evaluate the demo model.")
-    parser.add_argument("--out", type=Path, default=DEMO_FOLDER, help="folder of the model")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=900, help="optimizer steps")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between saves to the folder")
-    parser.add_argument(
-        "--prompts", type=int, default=500, help="evaluation prompts per number of facts and form, a fifth beyond 16"
-    )
-    parser.add_argument("--evaluate", action="store_true", help="do not train, evaluate the model in the folder")
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    arguments = parse_arguments()
+def train_or_evaluate(
+    *,
+    out: Annotated[Path, "folder of the model"] = DEMO_FOLDER,
+    seed: int = 0,
+    steps: Annotated[int, "optimizer steps"] = 900,
+    threads: Annotated[int, "CPU threads"] = 1,
+    save_every: Annotated[int, "steps between saves to the folder"] = 100,
+    prompts: Annotated[int, "evaluation prompts per number of facts and form, a fifth beyond 16"] = 500,
+    only_evaluate: Annotated[bool, "do not train, evaluate the model in the folder"] = False,
+) -> None:
+    """Train the model, unless told otherwise, and print its accuracy."""
     disable_progress_bar()
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(arguments.seed)
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
     names = corpus.load_names()
     start = time.monotonic()
-    if not arguments.evaluate:
+    if not only_evaluate:
         tokenizer = build_tokenizer(names, MAX_POSITIONS)
         train(
             build_model(tokenizer, names),
             tokenizer,
             names=names,
-            seed=arguments.seed,
-            num_steps=arguments.steps,
-            out=arguments.out,
-            save_every=arguments.save_every,
+            seed=seed,
+            num_steps=steps,
+            out=out,
+            save_every=save_every,
         )
         print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes")
     evaluate(
-        AutoModelForCausalLM.from_pretrained(arguments.out),
-        AutoTokenizer.from_pretrained(arguments.out),
+        AutoModelForCausalLM.from_pretrained(out),
+        AutoTokenizer.from_pretrained(out),
         names=names,
-        seed=arguments.seed,
-        num_prompts=arguments.prompts,
+        seed=seed,
+        num_prompts=prompts,
     )
 
 
 if __name__ == "__main__":
-    main()
+    call(train_or_evaluate, __doc__)
