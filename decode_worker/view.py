@@ -67,6 +67,7 @@ def counts(core: DecodeCore) -> Mapping[str, object]:
     scheduler = core.scheduler
     return {
         **core.front.counts(),
+        "host_blocks_used": scheduler.swap.num_used,
         "waiting": scheduler.num_waiting,
         "pulling": len(scheduler.entrance.reserved),
         "computing": len(scheduler.prompts),
@@ -100,6 +101,7 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
     yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
+    yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.swap.num_used)
     yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", core.departures.num_moved)
     tail = core.arrivals.num_tail_blocks
     yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)
