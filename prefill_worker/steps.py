@@ -78,18 +78,21 @@ class PrefillSteps:
 
     def plan(self, before: Work | None) -> None:
         """Admit prompts that fit and plan the next step, now that the blocks of `wanted` are free."""
-        now = self._agenda.now
+        now, held = self._agenda.now, False
         for request in self._scheduler.admit(now):
             prefix = self._prefix_pulls.consider(request, now)
             if prefix is None:
                 self.offer(request)
             else:
+                held = True
                 self._scheduler.hold(request)
                 self._pulls.begin(prefix.pull)
         chunks = self._scheduler.schedule(now)
         if not chunks:
             if before is None:
                 self._front.tell_turn()
+            if held:  # the pull may end at once: then the prompt is to be computed here
+                self._agenda.emit_last(PlanWanted(before))
             return
         work = Work(
             step=PrefillPlan(self._pool.step_started(), chunks),

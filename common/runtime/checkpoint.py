@@ -165,7 +165,10 @@ def _hash_file(path: Path, digest: hashlib._Hash, threads: Executor) -> None:
         digest.update(path.name.encode() + struct.pack("<Q", size))
 
         def piece(offset: int) -> bytes:
-            return hashlib.sha256(os.pread(file.fileno(), _PIECE_BYTES, offset)).digest()
+            content = os.pread(file.fileno(), _PIECE_BYTES, offset)
+            if len(content) != min(_PIECE_BYTES, size - offset):
+                raise OSError(f"{path.name} was read in part only")
+            return hashlib.sha256(content).digest()
 
         for each in threads.map(piece, range(0, size, _PIECE_BYTES)):
             digest.update(each)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,14 @@ async def test_a_reset_while_tokens_flow_restarts_nobody(stage: Theatre, referen
             while num_resets < NUM_RESETS:
                 num_resyncs = traffic.resyncs
                 tasks = [ask(PROMPT) for _ in range(2)]
-                await until(lambda: d1.state()["running"] == 2, "no tokens flow")
+
+                def flows(tasks: Sequence[asyncio.Task[Answer]] = tasks) -> bool:
+                    return any(task.done() for task in tasks) or d1.state()["running"] == len(tasks)
+
+                await until(flows, "no tokens flow")
+                if any(task.done() for task in tasks):  # too fast to be seen, on a busy machine
+                    await asyncio.gather(*tasks)
+                    continue
                 assert d1.host.reset("sport", "=", f":{d1.control_port}") > 0, "there was no connection to break"
                 num_resets += not any(task.done() for task in tasks)  # else they were too fast, and it shows nothing
                 answers = await asyncio.gather(*tasks)

@@ -226,6 +226,15 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
         weights_hash(folder)
 
 
+def test_weights_that_are_read_in_part_have_no_hash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network's file system may return less than was asked for, of a file that does not change."""
+    write_weights(folder / "model.safetensors")
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *asked: pread(*asked)[:-1])
+    with pytest.raises(OperatorError, match="in part only"):
+        weights_hash(folder)
+
+
 def test_the_same_weights_elsewhere_have_the_same_hash(folder: Path, tmp_path: Path) -> None:
     write_weights(folder / "model.safetensors")
     other = tmp_path / "other"
@@ -285,6 +294,7 @@ def test_what_names_the_files_of_the_tensors_counts(folder: Path) -> None:
 
 def test_a_file_that_is_replaced_while_it_is_hashed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_weights(folder / "model.safetensors")
+    write_weights(folder / "model.safetensors")
     pread = os.pread
 
     def replace_it(file: int, length: int, offset: int) -> bytes:
