@@ -28,6 +28,7 @@ from common.runtime.lifecycle import (
     end_with_parent,
     exit_on_operator_error,
     freeze_startup_objects,
+    leave,
     run,
 )
 from common.runtime.logs import configure_logging
@@ -290,6 +291,7 @@ def main() -> None:
         run(lambda stop: serve(settings, folder, stop))
 
     exit_on_operator_error(body)
+    leave()  # without waiting for threads, which may be busy with a long text
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def stream_pieces(
         if job.generates_nothing:
             choices = [_NoText(number) for number in numbers]
         if outlet is not None and len(job.generations) == 1:
-            generation.shortcut = shortcut = _Shortcut(choices, outlet)
+            shortcut = _Shortcut(choices, outlet)
         streams.append(_one_generation(generator, generation, choices, prompt, shortcut))
     return streams[0] if len(streams) == 1 else _merged(streams)
 
@@ -144,27 +144,31 @@ async def _one_generation(
     shortcut: _Shortcut | None,
 ) -> AsyncGenerator[Piece, None]:
     num_open = len(choices)
-    async with aclosing(generator.generate(generation)) as deltas:
-        async for delta in deltas:
-            if prompt is not None:
-                for piece in prompt.pieces(delta if isinstance(delta, PromptDelta) else None):
+    generation.shortcut = shortcut
+    try:
+        async with aclosing(generator.generate(generation)) as deltas:
+            async for delta in deltas:
+                if prompt is not None:
+                    for piece in prompt.pieces(delta if isinstance(delta, PromptDelta) else None):
+                        yield piece
+                if isinstance(delta, PromptDelta):
+                    continue
+                choice = choices[delta.choice]
+                if shortcut is not None and shortcut.left:
+                    pieces = shortcut.left.popleft()
+                    if isinstance(pieces, Exception):
+                        raise pieces
+                elif choice.ended:
+                    continue
+                else:
+                    pieces = choice.pieces(delta)
+                num_open -= choice.ended
+                for piece in pieces:
                     yield piece
-            if isinstance(delta, PromptDelta):
-                continue
-            choice = choices[delta.choice]
-            if shortcut is not None and shortcut.left:
-                pieces = shortcut.left.popleft()
-                if isinstance(pieces, Exception):
-                    raise pieces
-            elif choice.ended:
-                continue
-            else:
-                pieces = choice.pieces(delta)
-            num_open -= choice.ended
-            for piece in pieces:
-                yield piece
-            if not num_open:
-                return
+                if not num_open:
+                    return
+    finally:
+        generation.shortcut = None  # it holds the request that the generation belongs to
     raise GenerationFailed(Cause.INTERNAL, f"a generation ended with {num_open} of its choices open")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from dispatcher_bench import Bench, D, P, settle, text
 from gateway_fixtures import CHAT, CHAT_PATH, COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, encode, serve
 
-from gateway.serving.generation import Delta
+from gateway.serving.generation import Delta, Generation
 from gateway.text.choice_text import ChoiceText, Piece
 
 TEXT = "hello world the end of the story"
@@ -55,6 +56,26 @@ async def test_tokens_within_a_character_are_taken_and_the_text_is_complete() ->
     events = await streamed(generator, COMPLETIONS_PATH, COMPLETION)
     assert "".join(event["choices"][0]["text"] for event in events) == "aжжжb"
     assert generator.num_taken == len(token_ids) - 2, "all but the first and the last one"
+
+
+async def test_a_request_that_is_over_needs_no_garbage_collection() -> None:
+    """Its objects form no cycle: a collection stops the gateway for the longer, the more there is to collect."""
+    generator = ScriptedGenerator(text=TEXT)
+    gc.collect()
+    num_before = num_generations()
+    gc.disable()
+    try:
+        for _ in range(5):
+            await streamed(generator, COMPLETIONS_PATH, COMPLETION)
+        generator.generations.clear()
+        assert num_generations() == num_before
+    finally:
+        gc.enable()
+    assert generator.num_taken > 0
+
+
+def num_generations() -> int:
+    return sum(type(each) is Generation for each in gc.get_objects())
 
 
 async def test_several_prompts_go_the_long_way() -> None:
