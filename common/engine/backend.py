@@ -20,6 +20,9 @@ from common.engine.linear import Linear
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope, rotate
 
+_MASK_ROWS = 128
+"""Most queries of one slice that attend at once: a mask has as many rows, of as many columns as the slice has keys."""
+
 Norms = tuple[torch.Tensor, torch.Tensor]
 """Normalisation weights of queries and of keys, `[D]` each."""
 
@@ -187,16 +190,18 @@ class TorchBackend(PlainProducts):
             table = batch.block_tables_BM[row, first : -(-seq_len // size)]
             k_KSD, v_KSD = kv_layer.permute(2, 1, 0, 3, 4).index_select(2, table).flatten(2, 3)
             keys_S = torch.arange(first * size, first * size + k_KSD.shape[1], device=q_THD.device)
-            distance = batch.positions_T[begin:end, None] - keys_S
-            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            if query_len == 1:  # the query heads of a KV head are its queries, so its keys are read once
-                q_1KGD, k_1KSD, v_1KSD = q_TKGD[begin:end], k_KSD[None], v_KSD[None]
-                out_TKGD[begin:end] = scaled_dot_product_attention(q_1KGD, k_1KSD, v_1KSD, visible, scale=scale)
-                continue
-            q_KGTD = q_TKGD[begin:end].permute(1, 2, 0, 3)
-            k_KGSD, v_KGSD = (each[:, None].expand(-1, q_KGTD.shape[1], -1, -1) for each in (k_KSD, v_KSD))
-            out_KGTD = scaled_dot_product_attention(q_KGTD, k_KGSD, v_KGSD, visible, scale=scale)
-            out_TKGD[begin:end] = out_KGTD.permute(2, 0, 1, 3)
+            k_KGSD, v_KGSD = (each[:, None].expand(-1, q_TKGD.shape[2], -1, -1) for each in (k_KSD, v_KSD))
+            for start in range(begin, end, _MASK_ROWS):
+                tile = slice(start, min(start + _MASK_ROWS, end))
+                distance_TS = batch.positions_T[tile, None] - keys_S
+                visible_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+                if query_len == 1:  # the query heads of a KV head are its queries, so its keys are read once
+                    q_1KGD, k_1KSD, v_1KSD = q_TKGD[tile], k_KSD[None], v_KSD[None]
+                    out_TKGD[tile] = scaled_dot_product_attention(q_1KGD, k_1KSD, v_1KSD, visible_TS, scale=scale)
+                    continue
+                q_KGTD = q_TKGD[tile].permute(1, 2, 0, 3)
+                out_KGTD = scaled_dot_product_attention(q_KGTD, k_KGSD, v_KGSD, visible_TS, scale=scale)
+                out_TKGD[tile] = out_KGTD.permute(2, 0, 1, 3)
         return out_TKGD.flatten(1, 2)
 
     def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,8 @@ class Admittance:
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """One prompt to be generated, tokenised and validated. Client data enters it only after validation. Only `waterfall`
-    and `shortcut` change; it is not frozen since that would double the time to make it."""
+    """One prompt to be generated, tokenised and validated. Client data enters it only after validation. Only
+    `waterfall` and `shortcut` change; it is not frozen since that would double the time to make it."""
 
     token_ids: tuple[int, ...]
     """The prompt, at least one token."""

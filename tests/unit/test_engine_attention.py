@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.contract.kv_layout import KVLayout
+from common.engine import backend
 from common.engine.backend import TorchBackend
 from common.engine.batch import Slice
 from common.engine.kv_cache import KVCache
@@ -80,6 +81,21 @@ def test_attention_is_as_defined(
     expected = defined(q_THD, cache.layer(1), batch, window, 0.3)
     ours = TorchBackend().attend(q_THD, cache.layer(1), batch, window, 0.3)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_mask_of_a_long_chunk_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole one has as many numbers as the chunk has tokens times the context."""
+    q_THD, cache, batch = make([(3, 300), (9, 1)], 1, 2, 16)
+    masks, attend = list[tuple[int, ...]](), torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, scale: float) -> torch.Tensor:
+        masks.append(tuple(mask.shape))
+        return attend(q, k, v, mask, scale=scale)
+
+    monkeypatch.setattr(backend, "scaled_dot_product_attention", watched)
+    ours = TorchBackend().attend(q_THD, cache.layer(1), batch, 40, 0.3)
+    torch.testing.assert_close(ours, defined(q_THD, cache.layer(1), batch, 40, 0.3), rtol=1e-5, atol=1e-5)
+    assert masks == [(128, 304), (128, 304), (44, 304), (1, 16)]
 
 
 @settings(max_examples=20, deadline=None)
