@@ -1,7 +1,8 @@
-"""Compare the CPU engine of this tree with that of another checkout: decode steps and decode attention, in turns.
+"""Compare the CPU engine of this tree with that of another checkout: decode steps, decode attention and prompts, in
+turns.
 
     git worktree add --detach /tmp/before COMMIT
-    python -m benchmarks.against /tmp/before [--rounds 15] [--threads 1] [--block-sizes 32 16]
+    python -m benchmarks.against /tmp/before [--rounds 15] [--threads 1] [--block-sizes 32 16] [--only prompts]
 
 Each tree computes in a process of its own. In a round each tree takes one turn, in alternating order. The result is the
 ratio of the two turns, which stays valid on a machine whose speed drifts.
@@ -13,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +46,14 @@ ATTENTION = (
     ("bfloat16", 8, 4, 128, 2048, 4),
 )
 """(dtype, KV heads, query heads of each, head dimension, context, sequences) of one layer's decode attention."""
+PROMPTS = (
+    ("15m", "float32", 512),
+    ("15m", "float32", 2000),
+    ("15m", "bfloat16", 512),
+    ("0.5b", "float32", 512),
+    ("0.5b", "bfloat16", 512),
+)
+"""(model, dtype, tokens) of each prompt, computed as one chunk."""
 
 
 class Tree:
@@ -85,6 +95,7 @@ def measure(
     rounds: int = 15,
     threads: int = 1,
     block_sizes: Annotated[tuple[int, int], "slots of a KV block: here, there"] = (32, 16),
+    only: Annotated[tuple[str, ...], "steps, attention, prompts"] = ("steps", "attention", "prompts"),
     name: Annotated[str, "of the record"] = "against",
 ) -> Result:
     """Measure every case on both trees."""
@@ -92,14 +103,17 @@ def measure(
     if subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout:
         raise UsageError(f"{other} has changes")
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    figures: dict[str, Any] = {"steps": [], "attention": []}
+    cases: dict[str, Sequence[tuple[Any, ...]]] = {"steps": STEPS, "attention": ATTENTION, "prompts": PROMPTS}
+    if unknown := set(only) - set(cases):
+        raise UsageError(f"no kind of case {', '.join(sorted(unknown))}")
+    figures: dict[str, Any] = {kind: [] for kind in only}
     models = {name: scratch / name for name in ("15m", "0.5b")}
     for path in models.values():
         path.mkdir()
     paths = {"15m": str(llama_15m(models["15m"])), "0.5b": str(qwen2_05b(models["0.5b"]))}
     trees = [Tree(root, paths, size, threads) for root, size in zip((ROOT, other), block_sizes, strict=True)]
-    for kind, cases in (("steps", STEPS), ("attention", ATTENTION)):
-        for case in cases:
+    for kind in only:
+        for case in cases[kind]:
             times = _turns(trees, [kind, *case], rounds)
             ratio = spread([ours / theirs for ours, theirs in zip(*times, strict=True)])
             ms = [1e3 * min(each) for each in times]

@@ -30,7 +30,11 @@ _KV_BYTES = 192 * 2**20
 def main(models: dict[str, str], block_size: int) -> None:
     """Read one case from each line of standard input, run it, and print the seconds that it took."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    prepare = {"steps": partial(_step, models, block_size), "attention": partial(_attention, block_size)}
+    prepare = {
+        "steps": partial(_step, models, block_size),
+        "attention": partial(_attention, block_size),
+        "prompts": partial(_prompt, models, block_size),
+    }
     ready: tuple[list[Any], Callable[[], None]] | None = None
     for line in sys.stdin:
         case = json.loads(line)
@@ -62,6 +66,21 @@ def _step(
     def run() -> None:
         for _ in range(4 if model == "15m" else 1):
             runner.step(slices)
+
+    return run
+
+
+def _prompt(models: dict[str, str], block_size: int, model: str, dtype: str, num_tokens: int) -> Callable[[], None]:
+    """Return a function that computes a prompt as one chunk, and its first token."""
+    runner = load_runner(Path(models[model]), kv_cache_bytes=2**29, block_size=block_size, dtype=dtype)
+    params = SamplingParams(temperature=0.0, max_tokens=10**6)
+    sample = Sample(params=params, choice=0, position=num_tokens, token_ids=(), prompt_len=num_tokens)
+    ids = [7 * position % 250 + 5 for position in range(num_tokens)]
+    table = list(range(runner.layout.blocks_for(num_tokens)))
+    whole = Slice(token_ids=ids, start=0, block_table=table, samples=(sample,))
+
+    def run() -> None:
+        runner.step([whole])
 
     return run
 

@@ -41,6 +41,17 @@ def kernels() -> Kernels:
     return found
 
 
+@pytest.fixture(scope="module", params=["of this CPU", "large"])
+def tiled(request: pytest.FixtureRequest, kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The kernels with the tiles that suit this CPU, and with those of a CPU with AVX-512."""
+    if request.param == "of this CPU":
+        return kernels
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(native, "_FLAGS", ("-O1", *native._FLAGS[1:], "-DLARGE_TILES"))
+        return native._load()
+
+
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -58,34 +69,36 @@ def distance(out: torch.Tensor, ref: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_features", [1, 15, 16, 17, 64, 100, 130])
 def test_a_product_is_the_reference_s_for_any_number_of_rows(
-    kernels: Kernels, dtype: torch.dtype, out_features: int
+    tiled: Kernels, dtype: torch.dtype, out_features: int
 ) -> None:
     torch.manual_seed(out_features)
-    for in_features in (1, 7, 96):
+    for in_features in (1, 7, 96, 1100):
         weight = torch.randn(out_features, in_features).to(dtype)
         bias = torch.randn(out_features)
         packed = pack(weight)
         for rows in (*range(1, 15), 23, 24, 25, 193, 200):
             x = torch.randn(rows, in_features)
-            out = kernels.linear(x, packed, bias, out_features)
+            out = tiled.linear(x, packed, bias, out_features)
             assert out.shape == (rows, out_features)
             assert distance(out, x.double() @ weight.double().T + bias.double()) < TOLERANCE, (in_features, rows)
-        plain = kernels.linear(x, packed, None, out_features)
+        plain = tiled.linear(x, packed, None, out_features)
         assert distance(plain, x.double() @ weight.double().T) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(tiled: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    packed = pack(torch.randn(70, 50).to(dtype))
-    x = torch.randn(230, 50)
-    alone = torch.cat([kernels.linear(row[None], packed, None, 70) for row in x])
-    for rows in (2, 3, 5, 8, 24, 100, 230):
-        assert torch.equal(kernels.linear(x[:rows], packed, None, 70), alone[:rows]), rows
+    for in_features in (50, 1100):
+        packed, bias = pack(torch.randn(70, in_features).to(dtype)), torch.randn(70)
+        x = torch.randn(230, in_features)
+        alone = torch.cat([tiled.linear(row[None], packed, bias, 70) for row in x])
+        for rows in (2, 3, 5, 8, 24, 100, 230):
+            assert torch.equal(tiled.linear(x[:rows], packed, bias, 70), alone[:rows]), (in_features, rows)
 
 
 def test_threads_change_nothing(kernels: Kernels) -> None:
     packed, x = pack(torch.randn(300, 64)), torch.randn(2100, 64)
+    deep, y = pack(torch.randn(300, 1100)), torch.randn(33, 1100)
     q, layer, tables, lens = scene(torch.float32, 64, 4, 2, (5, 70, 33))
     prompt = torch.randn(60, 8, 64)
     angles = Rope(RopeConfig(theta=1e4), 64, 2100, CPU).angles(torch.arange(2100), torch.float32)
@@ -97,6 +110,7 @@ def test_threads_change_nothing(kernels: Kernels) -> None:
         results.append(
             (
                 kernels.linear(x[:40], packed, None, 300),
+                kernels.linear(y, deep, None, 300),
                 decode(kernels, q, layer, tables, lens, None, 0.1),
                 prefill(kernels, prompt, layer, tables[1], 10, None, 0.1),
                 kernels.add_norm(h, x, torch.ones(64), 1e-6),
@@ -255,6 +269,15 @@ def test_a_token_s_attention_does_not_depend_on_the_chunk_it_is_in(kernels: Kern
         for begin, end in ((0, 1), (5, 40), (40, 300), (299, 300)):
             part = prefill(kernels, q[begin:end], layer, tables[0], begin, window, 0.125)
             assert torch.equal(part, whole[begin:end]), (window, begin, end)
+
+
+def test_a_chunk_s_attention_to_many_slots(tiled: Kernels) -> None:
+    _, layer, tables, _ = scene(torch.float32, 16, 1, 3, (1100,))
+    q = torch.randn(40, 3, 16)
+    for window in (None, 900):
+        out = prefill(tiled, q, layer, tables[0], 1060, window, 0.25)
+        ref = reference(q, layer, tables.expand(40, -1), torch.arange(1060, 1100) + 1, window, 0.25)
+        assert distance(out, ref) < TOLERANCE
 
 
 def test_a_chunk_does_not_see_what_comes_after_it(kernels: Kernels) -> None:

@@ -1,6 +1,6 @@
 """Kernels in C for CPUs, compiled once for each machine and kept in the user's cache.
 
-Compiling needs a C compiler (`cc`), and takes about two seconds. If there is no compiler, or it fails, the engine
+Compiling needs a C compiler (`cc`), and takes some seconds. If there is no compiler, or it fails, the engine
 computes with torch alone and logs a warning.
 """
 
@@ -48,7 +48,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         p, n, f, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
         of_type: dict[str, tuple[list[Any], Any]] = {
-            "linear": ([p, n, n, p, p, p, n, i], None),
+            "linear": ([p, n, n, p, p, p, n, i], i),
             "decode": ([p, n, p, n, n, p, n, p, n, n, n, n, n, n, f, p, i], i),
             "prefill": ([p, n, p, n, n, p, n, n, n, n, n, n, n, f, p, i], i),
             "write": ([p, p, n, p, n, n, p, p, n, n, n, n], None),
@@ -70,15 +70,18 @@ class Kernels:
         """`x @ weight.T + bias`: `[T, in]` to `[T, out]`. `packed` is a weight from `pack`, and the bias is float32.
 
         Products are exact and summed in float32, in the order of the input features, whatever the number of rows.
+        Raises `MemoryError`.
         """
         rows, in_features = x.shape
         assert packed.shape == (-(-out_features // PANEL), in_features, PANEL), (packed.shape, x.shape, out_features)
         assert packed.is_contiguous()
         assert bias is None or bias.shape == (out_features,)
         out = torch.empty(rows, out_features)
-        self._of_type["linear", packed.dtype](
+        failed = self._of_type["linear", packed.dtype](
             _floats(x), rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads()
         )
+        if failed:
+            raise MemoryError("no memory for a product's inputs")
         return out
 
     def attend_decode(

@@ -6,9 +6,9 @@
    of a single token is summed in eight chains.
 
    Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type. Panels of bf16 are in
-   the order of `load_pair`. The last panel is padded with zeros. A tile of up to 6 rows and 16 outputs is held in
-   registers (after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008,
-   section 4). */
+   the order of `load_pair`. The last panel is padded with zeros. The inputs of a product are packed, too, and a tile of
+   up to 6 rows and 16 outputs, or 10 and 32, is held in registers (after Goto and van de Geijn, "Anatomy of
+   High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008, sections 4 and 5). */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -20,14 +20,14 @@ typedef uint32_t u32x8 __attribute__((vector_size(32)));
 typedef _Float16 h8 __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 
 enum { F32, BF16, F16 };
 enum {
     PANEL = 16,   /* outputs of a panel */
     GROUP = 4,    /* panels of a unit of work */
-    TILE = 6,     /* most rows of a tile */
     ROWS = 192,   /* most rows that are multiplied with a panel before the next one */
+    DEPTH = 512,  /* most of their input features */
     MAX_HEAD_DIM = 512,
     PART = 512,  /* numbers of a row among which the largest one is looked for */
     AHEAD = 4096, /* bytes by which weights are prefetched before their use */
@@ -83,127 +83,6 @@ INLINE void load_pair(const char *p, int type, v8 *first, v8 *second) {
     }
 }
 
-/* Add to `sums [rows][16 * panels]` the products of `rows` rows of x, `stride` apart, with K rows of each panel.
-   Meanwhile prefetch what is at `ahead`, and at every `pace` bytes from there. */
-INLINE void tile(int rows, int panels, int type, const float *x, long stride, long K, const char *w, long panel_bytes,
-                 const char *ahead, long pace, float *sums) {
-    const long row_bytes = PANEL * size_of(type);
-    v8 held[TILE][2 * GROUP];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int p = 0; p < 2 * panels; p++) held[r][p] = floats(sums + 8 * (2 * panels * r + p));
-    for (long k = 0; k < K; k++) {
-        UNROLL for (int p = 0; p < panels; p++) {
-            v8 low, high;
-            const char *at = w + p * panel_bytes + k * row_bytes;
-            if (panels < GROUP) __builtin_prefetch(ahead + p * panel_bytes + k * pace, 0, 2);
-            load_pair(at, type, &low, &high);
-            UNROLL for (int r = 0; r < rows; r++) {
-                v8 value = splat(x[r * stride + k]);
-                held[r][2 * p] += value * low;
-                held[r][2 * p + 1] += value * high;
-            }
-        }
-    }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int p = 0; p < 2 * panels; p++) store((char *)(sums + 8 * (2 * panels * r + p)), held[r][p], F32);
-}
-
-/* Up to 6 rows and one panel. The type is a constant in each of these functions, so that the compiler can keep a tile
-   in registers. */
-#define TILE_OF(NAME, TYPE)                                                                                            \
-    static void NAME(int rows, const float *x, long stride, long K, const char *w, const char *ahead, long pace,       \
-                     float *sums) {                                                                                    \
-        switch (rows) {                                                                                                \
-        case 1: tile(1, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
-        case 2: tile(2, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
-        case 3: tile(3, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
-        case 4: tile(4, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
-        case 5: tile(5, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums); break;                                        \
-        default: tile(6, 1, TYPE, x, stride, K, w, 0, ahead, pace, sums);                                              \
-        }                                                                                                              \
-    }
-
-TILE_OF(tile_float32, F32)
-TILE_OF(tile_bfloat16, BF16)
-TILE_OF(tile_float16, F16)
-
-/* Store the sums, `[rows][width]`, plus bias, as outputs `[first, first + width)` of N. Sums beyond N are dropped. */
-INLINE void finish(const float *sums, long rows, long width, const float *bias, float *out, long N, long first) {
-    const long num = N - first < width ? N - first : width;
-    for (long r = 0; r < rows; r++)
-        for (long i = 0; i < num; i++) out[r * N + first + i] = sums[r * width + i] + (bias ? bias[first + i] : 0);
-}
-
-/* One panel, for up to ROWS rows, in tiles of nearly equal height. A single tile prefetches what it needs next. Of
-   several tiles, each prefetches its share of the next panel, because only the first tile waits for this panel. */
-#define PANEL_OF(NAME, TILE_NAME, TYPE)                                                                                \
-    static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,             \
-                     long first) {                                                                                     \
-        float sums[TILE * PANEL];                                                                                      \
-        const long row_bytes = PANEL * size_of(TYPE), all = (M + TILE - 1) / TILE;                                     \
-        const long pace = row_bytes / all;                                                                             \
-        const char *ahead = all == 1 ? w + AHEAD : w + K * row_bytes;                                                  \
-        for (long m = 0, rows, tiles = (M + TILE - 1) / TILE; m < M; tiles--, m += rows) {                             \
-            rows = (M - m + tiles - 1) / tiles;                                                                        \
-            memset(sums, 0, sizeof sums);                                                                              \
-            TILE_NAME(rows, x + m * K, K, K, w, ahead, pace, sums);                                                    \
-            ahead += K * pace;                                                                                         \
-            finish(sums, rows, PANEL, bias, out + m * N, N, first);                                                    \
-        }                                                                                                              \
-    }
-
-PANEL_OF(panel_float32, tile_float32, F32)
-PANEL_OF(panel_bfloat16, tile_bfloat16, BF16)
-PANEL_OF(panel_float16, tile_float16, F16)
-
-/* A group of `panels` panels, for all rows. One or two rows are multiplied with several panels at a time, because with
-   one panel each addition would wait for the one before it in its chain. */
-#define GROUP_OF_PANELS(NAME, PANEL_NAME, TYPE)                                                                        \
-    static void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, long first, \
-                     long panels) {                                                                                    \
-        const long panel_bytes = K * PANEL * size_of(TYPE);                                                            \
-        float sums[PANEL * GROUP] = {0};                                                                               \
-        if (panels == GROUP && M == 1) {                                                                               \
-            tile(1, GROUP, TYPE, x, K, K, w, panel_bytes, w, 0, sums);                                                 \
-            finish(sums, 1, GROUP * PANEL, bias, out, N, first);                                                       \
-        } else if (panels == GROUP && M == 2) {                                                                        \
-            for (int p = 0; p < GROUP; p += 2) {                                                                       \
-                memset(sums, 0, sizeof sums);                                                                          \
-                const char *at = w + p * panel_bytes;                                                                  \
-                tile(2, 2, TYPE, x, K, K, at, panel_bytes, at + AHEAD, PANEL * size_of(TYPE), sums);                   \
-                finish(sums, 2, 2 * PANEL, bias, out, N, first + PANEL * p);                                           \
-            }                                                                                                          \
-        } else {                                                                                                       \
-            for (long p = 0; p < panels; p++)                                                                          \
-                PANEL_NAME(x, M, K, w + p * panel_bytes, bias, out, N, first + PANEL * p);                             \
-        }                                                                                                              \
-    }
-
-/* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. */
-#define LINEAR(NAME, GROUP_OF, TYPE)                                                                                   \
-    void NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, int threads) {     \
-        long panels = (N + PANEL - 1) / PANEL, groups = (panels + GROUP - 1) / GROUP;                                  \
-        for (long m = 0; m < M; m += ROWS) {                                                                           \
-            long rows = M - m < ROWS ? M - m : ROWS;                                                                   \
-            _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")                         \
-            for (long g = 0; g < groups; g++) {                                                                        \
-                long p = GROUP * g, num = panels - p < GROUP ? panels - p : GROUP;                                     \
-                const char *at = w + p * K * PANEL * size_of(TYPE);                                                    \
-                GROUP_OF(x + m * K, rows, K, at, bias, out + m * N, N, PANEL * p, num);                                \
-            }                                                                                                          \
-        }                                                                                                              \
-    }
-
-#define KERNELS(NAME, TYPE)                                                                                            \
-    GROUP_OF_PANELS(group_##NAME, panel_##NAME, TYPE)                                                                  \
-    LINEAR(baton_linear_##NAME, group_##NAME, TYPE)
-
-KERNELS(float32, F32)
-KERNELS(bfloat16, BF16)
-KERNELS(float16, F16)
-
-/* --- attention ---------------------------------------------------------------------------------------------------- */
-
 static __thread float *scratch;
 static __thread long scratch_size;
 
@@ -216,6 +95,170 @@ static float *room_for(long size) {
     }
     return scratch;
 }
+
+/* A panel's 16 numbers are one vector, or two. */
+#ifdef __AVX512F__
+#include <immintrin.h>
+typedef float lane __attribute__((vector_size(64)));
+#define LARGE_TILES
+#else
+typedef v8 lane;
+#endif
+/* Most rows of a tile, and panels of a tile of many rows: as many as the registers hold. */
+#ifdef LARGE_TILES
+enum { TILE = 10, BESIDE = 2 };
+#else
+enum { TILE = 6, BESIDE = 1 };
+#endif
+enum { LANE = sizeof(lane) / 4, LANES = PANEL / LANE, TILE_SIZE = TILE * PANEL * BESIDE };
+
+INLINE void load_panel(const char *p, int type, lane *parts) {
+#ifdef __AVX512F__
+    if (type == F32) {
+        memcpy(parts, p, sizeof(lane));
+    } else {
+        v8 low, high;
+        load_pair(p, type, &low, &high);
+        *parts = (lane)_mm512_insertf64x4(_mm512_castpd256_pd512((__m256d)low), (__m256d)high, 1);
+    }
+#else
+    load_pair(p, type, parts, parts + 1);
+#endif
+}
+
+/* Products of `rows` rows of x, packed as `[K][rows]`, with K rows of each of `panels` panels, `panel_bytes` apart. They
+   are added to `out`, in rows `stride` apart, unless `fresh`. Meanwhile prefetch what is at `ahead`, and at every `pace`
+   bytes from there, unless `pace` is 0. At last add the bias, unless it is NULL. */
+INLINE void tile(int rows, int panels, int type, const float *x, long K, const char *w, long panel_bytes,
+                 const char *ahead, long pace, int fresh, const float *bias, float *out, long stride) {
+    const long row_bytes = PANEL * size_of(type);
+    const int lanes = LANES * panels;
+    lane held[TILE][LANES * GROUP];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < lanes; i++) {
+            held[r][i] = (lane){0};
+            if (!fresh) memcpy(&held[r][i], out + r * stride + i * LANE, sizeof(lane));
+        }
+    for (long k = 0; k < K; k++, x += rows)
+        UNROLL for (int p = 0; p < panels; p++) {
+            lane parts[LANES];
+            if (pace) __builtin_prefetch(ahead + p * panel_bytes + k * pace, 0, 2);
+            load_panel(w + p * panel_bytes + k * row_bytes, type, parts);
+            UNROLL for (int r = 0; r < rows; r++)
+                UNROLL for (int i = 0; i < LANES; i++) held[r][p * LANES + i] += x[r] * parts[i];
+        }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < lanes; i++) {
+            lane more = {0};
+            if (bias) memcpy(&more, bias + i * LANE, sizeof(lane));
+            if (bias) held[r][i] += more;
+            memcpy(out + r * stride + i * LANE, &held[r][i], sizeof(lane));
+        }
+}
+
+/* The tiles that are used, with constant type and size, so that the compiler can keep them in registers. One and two rows
+   are multiplied with several panels at a time, because with one panel each addition would wait for the one before it in
+   its chain. */
+#define CASE(TYPE, R, P)                                                                                               \
+    case 16 * P + R: tile(R, P, TYPE, x, K, w, panel_bytes, ahead, pace, fresh, bias, out, stride); break;
+#define SIX(TYPE, P)                                                                                                   \
+    CASE(TYPE, 1, P) CASE(TYPE, 2, P) CASE(TYPE, 3, P) CASE(TYPE, 4, P) CASE(TYPE, 5, P) CASE(TYPE, 6, P)
+#define TEN(TYPE, P) SIX(TYPE, P) CASE(TYPE, 7, P) CASE(TYPE, 8, P) CASE(TYPE, 9, P) CASE(TYPE, 10, P)
+#ifdef LARGE_TILES
+#define CASES(TYPE) CASE(TYPE, 1, 4) TEN(TYPE, 1) TEN(TYPE, 2)
+#else
+#define CASES(TYPE) CASE(TYPE, 1, 4) CASE(TYPE, 2, 2) SIX(TYPE, 1)
+#endif
+
+#define TILE_OF(NAME, TYPE)                                                                                            \
+    static void NAME(int rows, int panels, const float *x, long K, const char *w, long panel_bytes, const char *ahead, \
+                     long pace, int fresh, const float *bias, float *out, long stride) {                               \
+        switch (16 * panels + rows) { CASES(TYPE) }                                                                    \
+    }
+
+TILE_OF(tile_float32, F32)
+TILE_OF(tile_bfloat16, BF16)
+TILE_OF(tile_float16, F16)
+
+/* M rows are divided into tiles of nearly equal height. */
+INLINE long tiles_of(long M) { return (M + TILE - 1) / TILE; }
+INLINE long tile_begin(long M, long t) { return t * (M / tiles_of(M)) + (t < M % tiles_of(M) ? t : M % tiles_of(M)); }
+
+/* Pack tile t of M rows of x, `stride` apart, as `[K][rows]`. The packed tiles follow each other. */
+INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float *packed) {
+    const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;
+    x += begin * stride;
+    packed += begin * K;
+    for (long k = 0; k < K; k++)
+        for (long r = 0; r < rows; r++) *packed++ = x[r * stride + k];
+}
+
+/* Products of M packed rows with `panels` panels, for the outputs from `first` on, of which there are N. See `tile`. A
+   single tile prefetches what it needs next. Of several tiles, each prefetches its share of the next panel, because only
+   the first tile waits for this panel. */
+#define PANELS_OF(NAME, TILE_NAME, TYPE)                                                                               \
+    static void NAME(const float *x, long M, long K, const char *w, long panel_bytes, long panels, int fresh,          \
+                     const float *bias, float *out, long N, long first) {                                              \
+        const long row_bytes = PANEL * size_of(TYPE), all = tiles_of(M);                                               \
+        const long most = M == 1 ? GROUP : M == 2 ? 2 : BESIDE;                                                        \
+        for (long p = 0, wide; p < panels; p += wide, first += wide * PANEL) {                                         \
+            wide = most <= panels - p ? most : 1;                                                                      \
+            const char *at = w + p * panel_bytes, *ahead = all == 1 ? at + AHEAD : at + wide * panel_bytes;            \
+            const long pace = wide == GROUP ? 0 : row_bytes / all, num = N - first;                                    \
+            for (long t = 0; t < all; t++, ahead += K * pace) {                                                        \
+                const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;                              \
+                const float *from = x + begin * K, *more = bias ? bias + first : NULL;                                 \
+                float *to = out + begin * N + first, room[TILE_SIZE > GROUP * PANEL ? TILE_SIZE : GROUP * PANEL];      \
+                if (num >= wide * PANEL) {                                                                             \
+                    TILE_NAME(rows, wide, from, K, at, panel_bytes, ahead, pace, fresh, more, to, N);                  \
+                    continue;                                                                                          \
+                }                                                                                                      \
+                for (long r = 0; r < rows && !fresh; r++) memcpy(room + r * wide * PANEL, to + r * N, num * 4);        \
+                TILE_NAME(rows, wide, from, K, at, panel_bytes, ahead, pace, fresh, NULL, room, wide * PANEL);         \
+                for (long r = 0; r < rows; r++)                                                                        \
+                    for (long i = 0; i < num; i++)                                                                     \
+                        to[r * N + i] = room[r * wide * PANEL + i] + (more ? more[i] : 0);                             \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+PANELS_OF(panels_float32, tile_float32, F32)
+PANELS_OF(panels_bfloat16, tile_bfloat16, BF16)
+PANELS_OF(panels_float16, tile_float16, F16)
+
+/* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is not
+   enough memory. Of many rows, up to ROWS are packed at a time, of DEPTH input features each, which then stay in the
+   second cache while the panels pass. */
+#define LINEAR(NAME, PANELS_NAME, TYPE)                                                                                \
+    int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, int threads) {      \
+        const long panels = (N + PANEL - 1) / PANEL, groups = (panels + GROUP - 1) / GROUP;                            \
+        const long height = M < ROWS ? M : ROWS, depth = M <= TILE || K < DEPTH ? K : DEPTH;                           \
+        float *packed = M == 1 ? NULL : room_for(height * depth);                                                      \
+        if (M > 1 && !packed) return 1;                                                                                \
+        _Pragma("omp parallel num_threads(threads) if (threads > 1)")                                                  \
+        for (long m = 0; m < M; m += height)                                                                           \
+            for (long k = 0; k < K; k += depth) {                                                                      \
+                const long rows = M - m < height ? M - m : height, num = K - k < depth ? K - k : depth;                \
+                if (M > 1) {                                                                                           \
+                    _Pragma("omp for schedule(static)")                                                                \
+                    for (long t = 0; t < tiles_of(rows); t++) pack_tile(x + m * K + k, rows, t, K, num, packed);       \
+                }                                                                                                      \
+                _Pragma("omp for schedule(static)")                                                                    \
+                for (long g = 0; g < groups; g++) {                                                                    \
+                    const long p = GROUP * g, wide = panels - p < GROUP ? panels - p : GROUP;                          \
+                    const char *at = w + (p * K + k) * PANEL * size_of(TYPE);                                          \
+                    PANELS_NAME(M == 1 ? x : packed, rows, num, at, K * PANEL * size_of(TYPE), wide, k == 0,           \
+                                k + num == K ? bias : NULL, out + m * N, N, PANEL * p);                                \
+                }                                                                                                      \
+            }                                                                                                          \
+        return 0;                                                                                                      \
+    }
+
+LINEAR(baton_linear_float32, panels_float32, F32)
+LINEAR(baton_linear_bfloat16, panels_bfloat16, BF16)
+LINEAR(baton_linear_float16, panels_float16, F16)
+
+/* --- attention ---------------------------------------------------------------------------------------------------- */
 
 INLINE float sum_of(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
@@ -485,19 +528,20 @@ INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, lo
 }
 
 /* Attention of the queries `[begin, end)` of a head's group, counted over tokens and heads of the group, to the packed
-   slots `[first, first + size)`. `room` is for QUERIES * (size + 2 * head_dim + 1) numbers. */
+   slots `[first, first + size)`. `room` is for QUERIES * (size + DEPTH + 3 * head_dim + 1) numbers. */
 static void attend_tile(const struct cache *c, const float *q, long q_stride, long head, long start, long begin,
                         long end, long first, long window, const float *keys, const float *values, long size,
                         float *room, float *out) {
     const long D = c->head_dim, G = c->group, width = c->kv_heads * G * D, num = end - begin;
     const long seen = start + (end - 1) / G + 1 - first, panels = (seen + PANEL - 1) / PANEL, row_size = panels * PANEL;
     float *scores = room, *queries = scores + num * row_size, *sums = queries + num * D, *factors = sums + num * D;
+    float *packed = factors + num;
     for (long r = 0; r < num; r++) {
         const float *from = q + (begin + r) / G * q_stride + (head * G + (begin + r) % G) * D;
         for (long d = 0; d < D; d++) queries[r * D + d] = from[d] * c->scale;
     }
-    for (long p = 0; p < panels; p++)
-        panel_float32(queries, num, D, (const char *)(keys + p * D * PANEL), NULL, scores, row_size, p * PANEL);
+    for (long t = 0; t < tiles_of(num); t++) pack_tile(queries, num, t, D, D, packed);
+    panels_float32(packed, num, D, (const char *)keys, D * PANEL * 4, panels, 1, NULL, scores, row_size, 0);
     for (long r = 0; r < num; r++) {
         const long stop = start + (begin + r) / G + 1 - first, low = window && stop > window ? stop - window : 0;
         const long whole = low / 8 * 8;
@@ -507,8 +551,12 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
         memset(row, 0, low * sizeof(float));
         memset(row + stop, 0, (row_size - stop) * sizeof(float));
     }
-    for (long p = 0; p * PANEL < D; p++)
-        panel_float32(scores, num, row_size, (const char *)(values + p * size * PANEL), NULL, sums, D, p * PANEL);
+    for (long s = 0, deep; s < row_size; s += deep) {
+        deep = row_size - s < DEPTH ? row_size - s : DEPTH;
+        for (long t = 0; t < tiles_of(num); t++) pack_tile(scores + s, num, t, row_size, deep, packed);
+        panels_float32(packed, num, deep, (const char *)(values + s * PANEL), size * PANEL * 4, (D + PANEL - 1) / PANEL,
+                       s == 0, NULL, sums, D, 0);
+    }
     for (long r = 0; r < num; r++) {
         float *to = out + (begin + r) / G * width + (head * G + (begin + r) % G) * D;
         for (long d = 0; d < D; d++) to[d] = sums[r * D + d] * factors[r];
@@ -539,7 +587,7 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
             _Pragma("omp for schedule(dynamic)")                                                                       \
             for (long tile = tiles - 1; tile >= 0; tile--) { /* the longest first */                                   \
                 long begin = tile * QUERIES, stop = begin + QUERIES < rows ? begin + QUERIES : rows;                   \
-                float *room = room_for(QUERIES * (size + 2 * head_dim + 1));                                           \
+                float *room = room_for(QUERIES * (size + DEPTH + 3 * head_dim + 1));                                           \
                 failed |= !room;                                                                                       \
                 if (!room) continue;                                                                                   \
                 attend_tile(&c, q, q_stride, head, start, begin, stop, first, window, keys, values, size, room, out);  \
