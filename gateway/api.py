@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import cast
+from typing import Final, cast
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -59,6 +59,8 @@ from gateway.web.request_body import BodyReader
 from gateway.web.request_ids import echo_name, name_requests
 
 Clock = Callable[[], float]
+_READING_GRACE_S: Final = 60.0
+"""Time after the budget of a streamed answer in which its client must read the rest."""
 _JOB = web.RequestKey("job", Job)
 _TURN_REPORTS = 256
 """Tokens with log probabilities that are processed before other tasks get a turn of the event loop."""
@@ -247,6 +249,13 @@ class _Api:
 
     async def _stream(self, request: web.Request, life: RequestLife, answer: AnswerFormat) -> web.StreamResponse:
         events = EventStream(request)
+        limit_s = max(generation.budget_s for generation in life.job.generations) + _READING_GRACE_S
+        with events.limit(limit_s, partial(self._metrics.connection_refused, "slow_reader")):
+            return await self._send_events(request, events, life, answer)
+
+    async def _send_events(
+        self, request: web.Request, events: EventStream, life: RequestLife, answer: AnswerFormat
+    ) -> web.StreamResponse:
         chunks = ChunkSender(events, life.job, answer, partial(self._observe, life, request[CALLER]))
         num_reports = 0
         try:

@@ -50,7 +50,8 @@ class ConnectionBounds:
     idle_timeout_s: float = 75.0
     """Time between an answer and the next head; longer than proxies keep connections open."""
     stall_timeout_s: float = 60.0
-    """Time in which the client must read at least one byte of an answer."""
+    """Time in which the client must read at least one byte of an answer that waits for it. A connection on which
+    nothing is read is aborted after one to two such times."""
     max_head_bytes: int = 64 * 2**10
     """All lines of a head together, in bytes."""
 
@@ -58,7 +59,16 @@ class ConnectionBounds:
 class _Connection(web.RequestHandler):
     """aiohttp's connection, with deadlines. Its own errors have the API's shape and quote no received bytes."""
 
-    __slots__ = ("_body", "_bounds", "_head_bytes", "_head_timer", "_listener", "_num_answered", "_stall_timer")
+    __slots__ = (
+        "_body",
+        "_bounds",
+        "_head_bytes",
+        "_head_timer",
+        "_listener",
+        "_num_answered",
+        "_open_transport",
+        "_stall_timer",
+    )
 
     def __init__(self, server: web.Server, bounds: ConnectionBounds, listener: Listener) -> None:
         # Nothing is inflated: `request_body` refuses compressed bodies, and others are discarded.
@@ -78,18 +88,30 @@ class _Connection(web.RequestHandler):
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._open_transport: asyncio.Transport | None = None
+        """The transport until the connection is lost. aiohttp forgets it when it closes it, but a closed transport
+        keeps its socket until the client has read all that was written."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._open_transport = self.transport
         self._listener.opened(self)
         self._expect_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._listener.closed(self)
+        self._open_transport = None
         for timer in (self._head_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+
+    async def start(self) -> None:
+        """Process requests until the connection is closed or lost. A closed one then has to be read to its end."""
+        try:
+            await super().start()
+        finally:
+            self._expect_reading()
 
     def data_received(self, data: bytes) -> None:
         num_heads, busy = self._request_count, self._busy
@@ -143,15 +165,18 @@ class _Connection(web.RequestHandler):
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        if self._stall_timer is not None:
+        if self._stall_timer is not None and self.transport is not None and not self.transport.is_closing():
             self._stall_timer.cancel()
         super().resume_writing()
 
     def cancel(self) -> bool:
-        """Close the connection if it is between requests, or in the middle of a head. Returns whether it is closed."""
+        """Close the connection, and discard what its client has not read, if it is between requests or in the middle of
+        a head. Returns whether it is closed."""
         if self._busy:
             return False
         self.force_close()
+        if self._open_transport is not None:
+            self._open_transport.abort()
         return True
 
     @property
@@ -178,14 +203,19 @@ class _Connection(web.RequestHandler):
         self.force_close()
 
     def _expect_reading(self) -> None:
-        """Abort the connection if the bytes left to read are no fewer after the stall timeout; else check again."""
-        transport = self.transport
+        """Abort the connection if as many bytes wait to be read after the stall timeout as now; else check again.
+
+        The number can also grow: a handler writes up to 64 KiB more before it waits for the client.
+        """
+        transport = self._open_transport
         if transport is None:
             return
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         num_unread = transport.get_write_buffer_size()
 
         def look() -> None:
-            if transport.get_write_buffer_size() < num_unread:
+            if transport.get_write_buffer_size() != num_unread:
                 self._expect_reading()
             else:
                 self._listener.refused("stalled")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from aiohttp import web
 
 _HEADERS = {
@@ -24,7 +28,7 @@ class _Response(web.StreamResponse):
 class EventStream:
     """Starts the response with the first event, so that a failure before it still has an HTTP status of its own.
 
-    A client that reads nothing is disconnected by its connection.
+    A client that reads nothing is disconnected by its connection, and one that reads too slowly by `limit`.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -47,6 +51,23 @@ class EventStream:
         Raises `ConnectionError` if the client is gone.
         """
         await self._write(b"data: " + data + b"\n\n", more=more)
+
+    @contextmanager
+    def limit(self, seconds: float, cut_off: Callable[[], None]) -> Iterator[None]:
+        """If this context is still open after so many seconds, call `cut_off` and abort the connection, which cancels
+        the request's handler as if the client had left."""
+
+        def abort() -> None:
+            transport = self._request.transport
+            if transport is not None:
+                cut_off()
+                transport.abort()
+
+        timer = asyncio.get_running_loop().call_later(seconds, abort)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @property
     def flows(self) -> bool:

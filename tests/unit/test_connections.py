@@ -7,10 +7,11 @@ import json
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+import uvloop
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, Server, assert_error, serve, settings
 
 from gateway.access.connections import ConnectionBounds, allow_descriptors
@@ -104,6 +105,27 @@ async def test_connections_beyond_the_bound_are_turned_away() -> None:
         writer.close()
         held[0][1].close()
         await _until_open(server, 0)
+
+
+async def test_once_late_heads_are_given_up_there_is_room_again() -> None:
+    bounds = ConnectionBounds(max_connections=3, header_timeout_s=10)
+    async with serve(ScriptedGenerator(), bounds=bounds) as server:
+        with Time() as time:
+            late = [await _open(server) for _ in range(3)]
+            late[0][1].write(HEALTH[:-2])
+            await time.advance(0)
+            reader, _ = await _open(server)
+            assert (await _answer(reader))[0] == 503
+            await time.advance(10.1)
+            assert (await _answer(late[0][0]))[0] == 408
+            for reader, writer in late:
+                assert await _end(reader) == b""
+                writer.close()
+            reader, writer = await _open(server)
+            writer.write(HEALTH)
+            assert (await _answer(reader))[0] == 200
+            writer.close()
+        assert (_refused(server, "full"), _refused(server, "slow_head")) == (1, 3)
 
 
 async def test_who_has_most_connections_loses_idle_ones_to_those_who_come() -> None:
@@ -351,20 +373,159 @@ async def test_an_answer_that_nobody_reads(stream: bool) -> None:
             await _until_open(server, 0)
 
 
-async def test_a_slow_reader_gets_its_answer() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_slow_reader_gets_its_answer(stream: bool) -> None:
     bounds = ConnectionBounds(stall_timeout_s=60)
     async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
-        body = json.dumps(LARGE).encode()
+        body = json.dumps(LARGE | {"stream": stream}).encode()
         with _small_client(server) as client, Time() as time:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(client, _head(len(body)) + body)
             answer = b""
-            while not answer.endswith(b"}"):
-                answer += await loop.sock_recv(client, 2**14)
+            while not answer.endswith(b"\r\n0\r\n\r\n" if stream else b"}"):
+                part = await loop.sock_recv(client, 2**14)
+                assert part, "cut off"
+                answer += part
                 await time.advance(50)
         assert len(answer) > 2**17
         assert time.now - time.start > 120
         assert _refused(server, "stalled") == 0
+
+
+def _gauge(server: Server, name: str) -> float | None:
+    return server.metrics.registry.get_sample_value(f"baton_gateway_{name}")
+
+
+def _failed(server: Server) -> float | None:
+    return server.metrics.registry.get_sample_value("baton_gateway_requests_failed_total", {"cause": "cancelled"})
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_a_stream_that_is_read_too_slowly_ends_soon_after_its_budget(finished: bool) -> None:
+    """Its client reads enough not to stall, while its generations go on or only the end of the answer waits."""
+    generator = _talkative()
+    bounds = ConnectionBounds(stall_timeout_s=60)
+    async with serve(generator, settings(default_budget_s=200), bounds=bounds, send_buffer_bytes=4096) as server:
+        body = json.dumps(LARGE | {"prompt": ["hello"] * (8 if finished else 64), "stream": True}).encode()
+        with _small_client(server) as client, Time() as time:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, _head(len(body)) + body)
+            while time.now - time.start < 220:
+                assert await loop.sock_recv(client, 2**14)
+                await time.advance(20)
+            assert _gauge(server, "requests_in_flight") == 1
+            assert (generator.num_open == 0) == finished
+            assert (_refused(server, "slow_reader"), _refused(server, "stalled")) == (0, 0)
+            with suppress(ConnectionResetError):
+                while await loop.sock_recv(client, 2**14):
+                    await time.advance(20)
+            assert time.now - time.start < 320
+            assert _gauge(server, "requests_in_flight") == _gauge(server, "connections") == 0
+        assert (_refused(server, "slow_reader"), _refused(server, "stalled")) == (1, 0)
+        assert generator.num_open == 0
+        assert _failed(server) == 1
+
+
+async def test_a_stream_that_has_ended_is_not_cut_off_later() -> None:
+    async with serve(ScriptedGenerator(), settings(default_budget_s=1), bounds=ConnectionBounds()) as server:
+        with Time() as time:
+            reader, writer = await _open(server)
+            body = json.dumps(COMPLETION | {"stream": True}).encode()
+            for _ in range(3):
+                writer.write(_head(len(body)) + body)
+                assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
+                await time.advance(70)
+            assert not reader.at_eof()
+            writer.close()
+        assert _refused(server, "slow_reader") == 0
+
+
+def _short(connection: str) -> bytes:
+    """A request whose answer does not fit into the kernel's buffers, and does not pause writing either."""
+    body = json.dumps(LARGE | {"prompt": ["hello"] * 3}).encode()
+    return _head(len(body)).replace(b"Host:", b"Connection: %b\r\nHost:" % connection.encode()) + body
+
+
+async def _until_answered(server: Server) -> None:
+    name, labels = "baton_gateway_requests_total", {"endpoint": COMPLETIONS_PATH, "code": "200"}
+    for _ in range(100_000):
+        if server.metrics.registry.get_sample_value(name, labels):
+            return
+        await asyncio.sleep(0)
+    raise TimeoutError("no answer")
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+async def test_an_end_of_an_answer_that_nobody_reads(connection: str) -> None:
+    bounds = ConnectionBounds(idle_timeout_s=75, stall_timeout_s=60)
+    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+        with _small_client(server) as client, Time() as time:
+            await asyncio.get_running_loop().sock_sendall(client, _short(connection))
+            await _until_answered(server)
+            await time.advance(59)
+            assert _gauge(server, "connections") == 1
+            while _gauge(server, "connections") and time.now - time.start < 600:
+                await time.advance(10)
+            assert _gauge(server, "connections") == 0
+            assert _refused(server, "stalled") == 1
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+async def test_an_end_of_an_answer_that_is_read_slowly(connection: str) -> None:
+    bounds = ConnectionBounds(idle_timeout_s=75, stall_timeout_s=60)
+    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+        with _small_client(server) as client, Time() as time:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, _short(connection))
+            await _until_answered(server)
+            answer = b""
+            while part := await loop.sock_recv(client, 2**13):
+                answer += part
+                await time.advance(50)
+        assert answer.endswith(b"}")
+        assert len(answer) < 2**16
+        assert time.now - time.start > 150
+        assert _refused(server, "stalled") == 0
+
+
+async def test_who_is_crowded_out_keeps_no_descriptor_for_what_is_unread() -> None:
+    bounds = ConnectionBounds(max_connections=2)
+    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+        loop = asyncio.get_running_loop()
+        with _small_client(server) as deaf, Time() as time:
+            await loop.sock_sendall(deaf, _short("keep-alive"))
+            await _until_answered(server)
+            _, idle = await _open(server)
+            await time.advance(0)
+            assert _gauge(server, "connections") == 2
+            reader, writer = await _open(server, "127.0.0.2")
+            writer.write(HEALTH)
+            assert (await _answer(reader))[0] == 200
+            assert _refused(server, "crowded_out") == 1
+            await time.advance(0)
+            answer = b""
+            with suppress(ConnectionResetError):
+                while part := await loop.sock_recv(deaf, 2**16):
+                    answer += part
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert not answer.endswith(b"}"), "the rest of the answer was kept for a client that is gone"
+            writer.close()
+            idle.close()
+
+
+def test_an_end_of_an_answer_that_nobody_reads_on_the_loop_of_a_gateway() -> None:
+    """The gateway runs on uvloop, whose time cannot be moved."""
+
+    async def body() -> None:
+        bounds = ConnectionBounds(idle_timeout_s=0.2, stall_timeout_s=0.2)
+        async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+            with _small_client(server) as client:
+                await asyncio.get_running_loop().sock_sendall(client, _short("keep-alive"))
+                await _until_answered(server)
+                await _until_open(server, 0)
+            assert _refused(server, "stalled") == 1
+
+    uvloop.run(body())
 
 
 async def test_a_listener_that_is_closed_cuts_no_request_off() -> None:
