@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
+from math import ceil
+from typing import Final
 
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue
 from common.scheduling.costs import Costs
@@ -11,6 +13,9 @@ from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.turns import due_at
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
+
+_LEAST_TOKENS: Final = 16
+"""Fewest tokens of prompts in a step, if any wait: with fewer, its fixed costs outweigh them."""
 
 
 class LocalPrompts:
@@ -55,6 +60,26 @@ class LocalPrompts:
             self.of_sequences[choice] = prompt
         self._chunks.add(prompt, now)
         self._newest.add(prompt, (-tier.rank, -order))
+
+    def budget(self, decodes: Collection[DecodeChoice], most: int, now: float) -> int:
+        """Most prompt tokens of a step with these decodes: at most `most`, and as many without decodes.
+
+        The step may take as long as the shortest target between tokens of the tiers that decode. Prompts get at least
+        half of it, whatever the decodes take. Targets are means over an answer, so a step may take one more target if
+        the most urgent prompt would otherwise be late.
+        """
+        if not decodes or not len(self._chunks):
+            return most
+        if self._policy.prefill_tokens is not None:
+            return min(most, self._policy.prefill_tokens)
+        token_s, decode_s = max(self._costs.prefill_s_per_token, 1e-9), self._costs.decode_s(len(decodes))
+        target_s = min(map(self._policy.itl_target_s, {choice.request.work.tier for choice in decodes}))
+        prompts_s = max(target_s - decode_s, decode_s)
+        first = next(iter(self._chunks))
+        num_steps = ceil(first.num_uncomputed * token_s / prompts_s)
+        if now + num_steps * (decode_s + prompts_s) > first.urgency[1]:
+            prompts_s += target_s
+        return min(most, max(_LEAST_TOKENS, int(prompts_s / token_s)))
 
     def plan(
         self, budget: int, now: float, permitted: Callable[[LocalPrompt], bool] | None

@@ -19,13 +19,15 @@ class Policy:
     max_num_seqs: int
     max_sequence_tokens: int
     token_budget: int = 1024
-    prefill_tokens: int = 128
+    prefill_tokens: int | None = None
+    """Most prompt tokens of a step with decodes; None: chosen in each step, see `LocalPrompts.budget`."""
     prefill_priority: bool = False
     memory_reserve: float = 0.05
     num_host_blocks: int = 0
     preempt_by: Literal["cost", "swap", "recompute"] = "cost"
     ageing_s: float = 30.0
     ttft_target_s: Callable[[Tier], float] = lambda tier: 1.0
+    itl_target_s: Callable[[Tier], float] = lambda tier: 0.2
 
     @classmethod
     def of(cls, settings: DecodeSettings, max_sequence_tokens: int, block_size: int, num_host_blocks: int) -> Policy:
@@ -35,13 +37,14 @@ class Policy:
             max_num_seqs=settings.max_num_seqs,
             max_sequence_tokens=max_sequence_tokens,
             token_budget=settings.token_budget,
-            prefill_tokens=settings.prefill_tokens,
+            prefill_tokens=settings.prefill_tokens or None,
             prefill_priority=settings.prefill_priority,
             memory_reserve=settings.memory_reserve,
             num_host_blocks=num_host_blocks,
             preempt_by=settings.preempt_by,
             ageing_s=settings.ageing_s,
             ttft_target_s=settings.ttft_target_s,
+            itl_target_s=settings.itl_target_s,
         )
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -165,8 +165,7 @@ class DecodeScheduler:
         self._swap_in(step, joined)
         if len(self.prompts):
             left = max(0, self._policy.token_budget - len(step.decodes))
-            budget = min(left, self._policy.prefill_tokens) if step.decodes else left
-            step.chunks = self.prompts.plan(budget, now, permitted)
+            step.chunks = self.prompts.plan(self.prompts.budget(step.decodes, left, now), now, permitted)
         return step
 
     def may_run_ahead(self, step: Step) -> bool:

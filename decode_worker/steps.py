@@ -110,9 +110,8 @@ class DecodeSteps:
             if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
                 self._computed(chunk.prompt, sampled[id(chunk)])
         self._answers.step_ended()
-        if step.chunks and not step.decodes:
-            num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
-            self._costs.observe_prefill(num_tokens, ended.duration_s)
+        num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+        self._costs.observe_step(num_tokens, len(step.decodes), ended.duration_s)
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._front.tell_cache()

@@ -30,8 +30,6 @@ WARMUP = 16
 LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "1500", "--max-output-tokens", "400")
 KV_BYTES = 16 * 2**30
 DEVICE = "cuda"
-SIZES = {"BATON_PREFILL_TOKENS": "512"}
-"""The settings of `k8s/overlays/gpu`."""
 START_S = 100.0
 """Seconds in which a system must compile, capture its graphs and answer."""
 LOAD_S = 100.0
@@ -84,7 +82,7 @@ def serving(system: str, folder: Path, scratch: Path) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     ready = f"{url}/ready" if system.startswith("baton") else f"{url}/health"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")} | SIZES
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     with ExitStack() as stack:
         if system.endswith("MPS"):
             environment |= stack.enter_context(mps(scratch))

@@ -22,6 +22,8 @@ _OTHER_PREFIXES = ("BATON_BENCH_", "BATON_KV_SIZE_")
 """Variables of `baton bench` and of `baton kv-size`, which the roles leave alone."""
 _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)")
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
+_RIDING_TOKENS = 128
+"""Prompt tokens for which a token budget by default has room beside a full batch."""
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
@@ -131,6 +133,24 @@ class TierSettings(ProcessSettings):
         }[tier]
 
 
+class TokenTierSettings(TierSettings):
+    """What processes have, besides, that know how long the tokens of an answer may take."""
+
+    interactive_itl_s: float = Field(
+        0.1, gt=0, description="target of the tier interactive: mean seconds between tokens"
+    )
+    standard_itl_s: float = Field(0.2, gt=0, description="target of the tier standard: the same")
+    batch_itl_s: float = Field(1.0, gt=0, description="target of the tier batch: the same")
+
+    def itl_target_s(self, tier: Tier) -> float:
+        """Mean seconds between the tokens of an answer that a tier aims at."""
+        return {
+            Tier.INTERACTIVE: self.interactive_itl_s,
+            Tier.STANDARD: self.standard_itl_s,
+            Tier.BATCH: self.batch_itl_s,
+        }[tier]
+
+
 class WorkerSettings(TierSettings):
     """What both worker roles have."""
 
@@ -216,7 +236,7 @@ class PrefillSettings(WorkerSettings):
     unattached_ttl_s: float = Field(30.0, gt=0, description="seconds an offer waits for a decode worker to attach")
 
 
-class DecodeSettings(WorkerSettings):
+class DecodeSettings(WorkerSettings, TokenTierSettings):
     """Settings of a decode worker."""
 
     max_num_seqs: int = Field(64, ge=1, le=65536, description="most sequences in the running batch")
@@ -227,7 +247,13 @@ class DecodeSettings(WorkerSettings):
         description="most tokens in one step, prompts and decodes together (0: 1024 on a CPU, 4096 on a GPU, which a "
         "step of prompts alone then fills; more if max_num_seqs and prefill_tokens need it)",
     )
-    prefill_tokens: int = Field(128, ge=1, le=65536, description="most prompt tokens that ride in a step with decodes")
+    prefill_tokens: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="most prompt tokens in a step with decodes (0: chosen in each step by its expected time, the ITL "
+        "target of who decodes and the TTFT target of who waits)",
+    )
     prefill_priority: bool = Field(False, description="compute whole prompts before anything is decoded")
     memory_reserve: float = Field(
         0.05, ge=-1, le=0.9, description="share of the KV cache kept from new requests; below 0 commits more than all"
@@ -239,7 +265,7 @@ class DecodeSettings(WorkerSettings):
 
     @model_validator(mode="after")
     def _budget_holds_the_batch(self) -> Self:
-        if 0 < self.token_budget < self.max_num_seqs + self.prefill_tokens:
+        if 0 < self.token_budget < self.max_num_seqs + max(1, self.prefill_tokens):
             raise ValueError("token_budget must be at least max_num_seqs and prefill_tokens together")
         return self
 
@@ -248,11 +274,11 @@ class DecodeSettings(WorkerSettings):
         made = super().on(device)
         if self.token_budget:
             return made
-        least = self.max_num_seqs + self.prefill_tokens
+        least = self.max_num_seqs + max(_RIDING_TOKENS, self.prefill_tokens)
         return made.model_copy(update={"token_budget": max(made.token_budget, least)})
 
 
-class GatewaySettings(TierSettings):
+class GatewaySettings(TokenTierSettings):
     """Settings of a gateway."""
 
     host: str = Field("127.0.0.1", description="address to bind")
@@ -343,11 +369,6 @@ class GatewaySettings(TierSettings):
         pattern=r"^https?://[^\s/]+(/\S*)?$",
         description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request (none: off)",
     )
-    interactive_itl_s: float = Field(
-        0.1, gt=0, description="target of the tier interactive: mean seconds between tokens; for goodput alone"
-    )
-    standard_itl_s: float = Field(0.2, gt=0, description="target of the tier standard: the same")
-    batch_itl_s: float = Field(1.0, gt=0, description="target of the tier batch: the same")
     request_budget_s: float = Field(86400.0, gt=0, le=86400, description="seconds that a request may take in all")
     silence_s: float = Field(
         1800.0, gt=0, le=86400, description="seconds that a request may go without a new token, the first one included"
@@ -377,14 +398,6 @@ class GatewaySettings(TierSettings):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         return self
-
-    def itl_target_s(self, tier: Tier) -> float:
-        """Mean seconds between the tokens of an answer that a tier aims at."""
-        return {
-            Tier.INTERACTIVE: self.interactive_itl_s,
-            Tier.STANDARD: self.standard_itl_s,
-            Tier.BATCH: self.batch_itl_s,
-        }[tier]
 
 
 class ServeSettings(ProcessSettings):

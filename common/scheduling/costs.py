@@ -1,8 +1,9 @@
-"""Costs of bringing a preempted sequence back: computing its KV again, or swapping it out and in.
+"""What steps, prompts and swaps cost an engine: how many prompt tokens ride with decodes, and how a preempted sequence
+comes back, is decided by it.
 
-A step takes a fixed time, and more for each token. Tokens that are computed again ride in steps that run anyway, or
-fill them, so only the time of the tokens is counted. For a single short prompt this leaves out the fixed time of one
-step.
+A step takes a fixed time, and more for each prompt token and each decoding sequence. Tokens that are computed again
+ride in steps that run anyway, or fill them, so only the time of the tokens is counted. For a single short prompt this
+leaves out the fixed time of one step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Costs:
     """Time per token, in addition to the fixed time of its step."""
     step_s: float = 0.0
     """Fixed time of a step."""
+    decode_s_per_sequence: float = 0.0
+    """Time per decoding sequence, in addition to the fixed time of its step; 0 until observed."""
     swap_s_per_block: float = 1e-4
     """Time per block in one direction; infinite if there is no swap space."""
 
@@ -41,6 +44,20 @@ class Costs:
         seen = min(max((seconds - self.step_s) / num_tokens, old / _MAX_RATIO), old * _MAX_RATIO)
         weight = _OBSERVATION_WEIGHT * min(1.0, num_tokens / _FULL_WEIGHT_TOKENS) ** 2
         self.prefill_s_per_token = old + weight * (seen - old)
+
+    def observe_step(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
+        """Move the estimates towards an observation: a step computed `num_tokens` prompt tokens and one token each of
+        `num_decodes` sequences in `seconds`."""
+        if num_tokens:
+            self.observe_prefill(num_tokens, seconds - num_decodes * self.decode_s_per_sequence)
+        elif num_decodes:
+            old, seen = self.decode_s_per_sequence, max(0.0, seconds - self.step_s) / num_decodes
+            near = min(max(seen, old / _MAX_RATIO), old * _MAX_RATIO)
+            self.decode_s_per_sequence = old + _OBSERVATION_WEIGHT * (near - old) if old else seen
+
+    def decode_s(self, num_decodes: int) -> float:
+        """Seconds of a step of `num_decodes` sequences without prompts."""
+        return self.step_s + num_decodes * self.decode_s_per_sequence
 
     def recompute_s(self, num_tokens: int) -> float:
         """Seconds to compute the KV of `num_tokens` tokens again."""

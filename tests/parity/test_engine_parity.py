@@ -227,6 +227,16 @@ def test_logits_do_not_depend_on_chunks(checkpoint: Callable[[str], Path], varia
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_c_logits_have_the_same_bits_in_chunks_of_any_size(checkpoint: Callable[[str], Path], variant: str) -> None:
+    """A decode step is a chunk of one token. So a worker that continues an answer, and computes the tokens so far as a
+    prompt, goes on with the same numbers."""
+    (prompt,) = prompts((150,))
+    whole = logits_of_chunks(checkpoint(variant), prompt, 150, in_c)
+    for chunk in (64, 16, 7, 1):
+        assert torch.equal(logits_of_chunks(checkpoint(variant), prompt, chunk, in_c), whole), chunk
+
+
 @pytest.mark.parametrize("backend", [in_torch, in_c])
 @pytest.mark.parametrize("chunk", [150, 7, 1])
 def test_what_an_earlier_owner_left_in_a_block_does_not_matter(

@@ -112,7 +112,7 @@ class Traffic:
             max_num_seqs=self.pick([1, 2, 4]),
             max_sequence_tokens=MAX_SEQUENCE_TOKENS,
             token_budget=self.pick([4, 6, 9]),
-            prefill_tokens=self.pick([1, 2, 5]),
+            prefill_tokens=self.pick([None, 1, 2, 5]),
             prefill_priority=self.pick([False, False, True]),
             memory_reserve=self.pick([-1.0, -0.3, 0.0, 0.3]),
             num_host_blocks=self.pick([0, 3, 12]),
@@ -302,7 +302,7 @@ class Traffic:
         assert num_tokens <= max(self.policy.token_budget, self.policy.max_num_seqs), "the budget is exceeded"
         if step.decodes:
             prompt_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
-            assert prompt_tokens <= self.policy.prefill_tokens
+            assert prompt_tokens <= (self.policy.prefill_tokens or self.policy.token_budget)
         if step.chunks and not step.decodes and self.policy.prefill_priority:
             pass
         elif not step.swap_outs and held <= self.pool.num_blocks // 4:

@@ -234,7 +234,9 @@ def test_a_token_budget_by_default_holds_the_batch() -> None:
     large = load(DecodeSettings, "baton", ["--max-num-seqs=2000"])
     assert (large.on("cpu").token_budget, large.on("cuda").token_budget) == (2128, 4096)
     with pytest.raises(OperatorError, match="at least max_num_seqs"):
-        load(DecodeSettings, "baton", ["--max-num-seqs=2000", "--token-budget=2127"])
+        load(DecodeSettings, "baton", ["--max-num-seqs=2000", "--token-budget=2127", "--prefill-tokens=128"])
+    with pytest.raises(OperatorError, match="at least max_num_seqs"):
+        load(DecodeSettings, "baton", ["--max-num-seqs=2000", "--token-budget=2000"])
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -280,6 +280,25 @@ def test_a_chunk_s_attention_to_many_slots(tiled: Kernels) -> None:
         assert distance(out, ref) < TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), [(3, 1, 48), (2, 2, 64), (1, 3, 40), (2, 7, 128)])
+def test_a_token_s_attention_has_the_same_bits_in_a_step_and_in_a_chunk(
+    kernels: Kernels, dtype: torch.dtype, num_kv_heads: int, group: int, head_dim: int
+) -> None:
+    """So an answer goes on with the same numbers where its KV is computed again, as tokens of a prompt."""
+    for block_size in (3, 32):
+        _, layer, tables, _ = scene(dtype, head_dim, num_kv_heads, group, (600,), block_size)
+        q = 3 * torch.randn(600, num_kv_heads * group, head_dim)
+        for window in (None, 21, 200):
+            chunk = prefill(kernels, q, layer, tables[0], 0, window, head_dim**-0.5)
+            for first in (0, 570):
+                lens = torch.arange(first, first + 30) + 1
+                step = decode(
+                    kernels, q[lens - 1], layer, tables.expand(30, -1).contiguous(), lens, window, head_dim**-0.5
+                )
+                assert torch.equal(step, chunk[lens - 1]), (block_size, window, first)
+
+
 def test_a_chunk_does_not_see_what_comes_after_it(kernels: Kernels) -> None:
     """Slots of the same sequence beyond the chunk: a cached block that is longer than the prompt."""
     _, layer, tables, _ = scene(torch.float32, 16, 2, 3, (64,))

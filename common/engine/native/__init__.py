@@ -23,7 +23,18 @@ import torch
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = (
+    "-O2",
+    "-march=native",
+    "-ffp-contract=fast",
+    "--param=avoid-fma-max-bits=0",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
+"""Every multiplication and addition is fused. Tuned for some CPUs, GCC would leave it out in some loops, and a number
+would depend on the loop that computed it."""
 _COMPILE_TIMEOUT_S = 120.0
 PANEL = 16
 """Outputs per panel of packed weights."""

@@ -1,9 +1,9 @@
 /* The CPU's part of a decoder: products with weights, attention, and the small operations between them. Compiled at
    first use (`common.engine.native`), with GCC's vector types.
 
-   Sums are in a fixed order, whatever the number of rows, so a row's result does not depend on the rows beside it. A
-   product is one chain of additions in the order of the input features. So is the attention of a chunk's tokens; that
-   of a single token is summed in eight chains.
+   Sums are in a fixed order, whatever the number of rows, so a row's result does not depend on the rows beside it, nor on
+   whether it is a row of a decode step or of a chunk. A product is one chain of additions in the order of the input
+   features; a score is one in the order of the dimensions, and a sum of values one in the order of the slots.
 
    Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type. Panels of bf16 are in
    the order of `load_pair`. The last panel is padded with zeros. The inputs of a product are packed, too, and a tile of
@@ -283,16 +283,22 @@ INLINE v8 exp_of(v8 x) {
 
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i32x8){__VA_ARGS__})
 
-/* The sums of eight vectors, each in the order of `sum_of`. */
-INLINE v8 sums_of(const v8 *x) {
-    v8 four[2];
-    UNROLL for (int i = 0; i < 2; i++) {
-        const v8 *y = x + 4 * i;
-        v8 ab = SHUFFLE(y[0], y[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(y[0], y[1], 4, 5, 6, 7, 12, 13, 14, 15);
-        v8 cd = SHUFFLE(y[2], y[3], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(y[2], y[3], 4, 5, 6, 7, 12, 13, 14, 15);
-        four[i] = SHUFFLE(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
+/* Swap the rows and columns of eight vectors. */
+INLINE void transpose(const v8 *x, v8 *y) {
+    v8 two[8], four[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        two[i] = SHUFFLE(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        two[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
     }
-    return SHUFFLE(four[0], four[1], 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(four[0], four[1], 1, 3, 5, 7, 9, 11, 13, 15);
+    UNROLL for (int i = 0; i < 8; i++) {
+        const v8 *from = two + i / 4 * 4 + i % 4 / 2;
+        four[i] = i % 2 ? SHUFFLE(from[0], from[2], 2, 3, 10, 11, 6, 7, 14, 15)
+                        : SHUFFLE(from[0], from[2], 0, 1, 8, 9, 4, 5, 12, 13);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        y[i] = SHUFFLE(four[i], four[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        y[i + 4] = SHUFFLE(four[i], four[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
 }
 
 /* Properties of the cache that all tokens of a step and layer have in common. */
@@ -305,47 +311,50 @@ struct cache {
     float scale;
 };
 
-/* `load_pair` gives the even ones of 16 adjacent bf16 numbers first. `spread` brings other numbers into that order, and
-   `gather` brings them back; both multiply them by a factor. */
-INLINE void spread(int type, const float *from, long D, float factor, float *to) {
-    for (long d = 0; d < D; d += 16)
-        for (long i = 0; i < 16 && d + i < D; i++)
-            to[d + (type == BF16 && D - d >= 16 ? i / 2 + i % 2 * 8 : i)] = from[d + i] * factor;
-}
-
+/* `load_pair` gives the even ones of 16 adjacent bf16 numbers first. `gather` brings them back into their order, and
+   multiplies them by a factor. */
 INLINE void gather(int type, const float *from, long D, float factor, float *to) {
     for (long d = 0; d < D; d += 16)
         for (long i = 0; i < 16 && d + i < D; i++)
             to[d + i] = from[d + (type == BF16 && D - d >= 16 ? i / 2 + i % 2 * 8 : i)] * factor;
 }
 
-/* Scores of `rows` queries, D apart, against 8 / rows slots. The scores of each query go to its row of `out`, `size`
-   apart. */
-INLINE void score(int rows, int type, const float *q, long D, const char *k, float *out, long size) {
-    const int slots = 8 / rows;
+/* The dimensions `[d, d + num)`, 8 or 16 of them, of eight slots, as `[dimension][slot]`. */
+INLINE void load_slots(int type, const char *k, long D, long d, int num, v8 *to) {
     const long step = D * size_of(type);
-    v8 sums[8];
-    UNROLL for (int i = 0; i < 8; i++) sums[i] = splat(0);
-    long d = 0;
-    for (; d + 16 <= D; d += 16) {
-        UNROLL for (int s = 0; s < slots; s++) {
-            v8 first, second;
-            load_pair(k + s * step + d * size_of(type), type, &first, &second);
-            UNROLL for (int r = 0; r < rows; r++) {
-                sums[r * slots + s] += floats(q + r * D + d) * first;
-                sums[r * slots + s] += floats(q + r * D + d + 8) * second;
-            }
-        }
+    v8 low[8], high[8], halves[16];
+    UNROLL for (int s = 0; s < 8; s++) {
+        const char *at = k + s * step + d * size_of(type);
+        if (num == 16) load_pair(at, type, low + s, high + s);
+        else low[s] = load(at, type);
     }
-    if (d < D) {
-        UNROLL for (int s = 0; s < slots; s++) {
-            v8 last = load(k + s * step + d * size_of(type), type);
-            UNROLL for (int r = 0; r < rows; r++) sums[r * slots + s] += floats(q + r * D + d) * last;
-        }
-    }
-    const v8 all = sums_of(sums);
+    const int mixed = type == BF16 && num == 16; /* the halves are the even and the odd dimensions */
+    transpose(low, halves);
+    UNROLL for (int i = 0; i < 8; i++) to[mixed ? 2 * i : i] = halves[i];
+    if (num < 16) return;
+    transpose(high, halves);
+    UNROLL for (int i = 0; i < 8; i++) to[mixed ? 2 * i + 1 : 8 + i] = halves[i];
+}
+
+/* Scores of `rows` queries, D apart, against 8 * `groups` slots. The scores of each query go to its row of `out`, `size`
+   apart. A score is one chain of additions in the order of the dimensions, as for the tokens of a chunk. */
+INLINE void score(int rows, int groups, int type, const float *q, long D, const char *k, float *out, long size) {
+    const long step = 8 * D * size_of(type);
+    v8 sums[4][4];
     UNROLL for (int r = 0; r < rows; r++)
-        memcpy(out + r * size, (const float *)&all + r * slots, slots * sizeof(float));
+        UNROLL for (int g = 0; g < groups; g++) sums[r][g] = splat(0);
+    for (long d = 0, num; d < D; d += num) {
+        v8 keys[4][16];
+        num = D - d < 16 ? 8 : 16;
+        UNROLL for (int g = 0; g < groups; g++) load_slots(type, k + g * step, D, d, num, keys[g]);
+        for (long i = 0; i < num; i++)
+            UNROLL for (int r = 0; r < rows; r++) {
+                const v8 value = splat(q[r * D + d + i]);
+                UNROLL for (int g = 0; g < groups; g++) sums[r][g] += value * keys[g][i];
+            }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int g = 0; g < groups; g++) memcpy(out + r * size + 8 * g, &sums[r][g], 32);
 }
 
 /* Prefetch memory that will be read soon. Call this for small pieces between computations, because many requests at
@@ -358,20 +367,24 @@ INLINE void ask_for(const char *p, long bytes) {
    bytes at `ahead`, unless that is NULL. */
 INLINE void scores_of(int rows, int type, const float *q, long D, const char *k, long num, long room,
                       const char *ahead, float *out, long size) {
-    const int slots = 8 / rows;
+    const int groups = rows == 4 ? 2 : 4;
     const long step = D * size_of(type);
     long s = 0;
-    for (; s < num && s + slots <= room; s += slots) {
-        if (ahead) ask_for(ahead + s * step, slots * step);
-        score(rows, type, q, D, k + s * step, out + s, size);
+    for (; num - s > 8 && s + 8 * groups <= room; s += 8 * groups) {
+        if (ahead) ask_for(ahead + s * step, 8 * groups * step);
+        score(rows, groups, type, q, D, k + s * step, out + s, size);
+    }
+    for (; s < num && s + 8 <= room; s += 8) {
+        if (ahead) ask_for(ahead + s * step, 8 * step);
+        score(rows, 1, type, q, D, k + s * step, out + s, size);
     }
     if (s >= num) return;
-    char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* the last slots of a block, if fewer than `slots` */
-    memset(last, 0, slots * step);
+    char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* the last slots of a block, if fewer than eight */
+    memset(last, 0, 8 * step);
     memcpy(last, k + s * step, (num - s) * step);
-    float found[8];
-    score(rows, type, q, D, last, found, slots);
-    for (int r = 0; r < rows; r++) memcpy(out + r * size + s, found + r * slots, (num - s) * sizeof(float));
+    float found[4 * 8];
+    score(rows, 1, type, q, D, last, found, 8);
+    for (int r = 0; r < rows; r++) memcpy(out + r * size + s, found + 8 * r, (num - s) * sizeof(float));
 }
 
 /* Turn the first `num` of `size` scores, a multiple of 8, into weights e^(score - largest score), in place. Return 1
@@ -441,7 +454,8 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
                    long begin, long end, float *room, long size, float *out) {
     const long D = c->head_dim, G = c->group, rows = heads * G, step = D * size_of(type), bytes = c->block_size * step;
     float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D;
-    for (long r = 0; r < rows; r++) spread(type, q + r * D, D, c->scale, queries + r * D);
+    const long base = begin / 8 * 8; /* sums of weights are in eight chains, by position, as for the tokens of a chunk */
+    for (long i = 0; i < rows * D; i++) queries[i] = q[i] * c->scale;
     /* Do `DO` for the slots of each head in each block, in the keys or in the values, which are `WHERE` bytes behind
        the keys. `num` slots of this block are used, and `rest` are left in it. */
 #define EACH(WHERE, DO)                                                                                                \
@@ -458,11 +472,14 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
             for (; r < last; r++, ahead = NULL) DO(1);                                                                 \
         }                                                                                                              \
     }
-#define SCORE(R) scores_of(R, type, queries + r * D, D, slots, num, rest, ahead, scores + r * size + s - begin, size)
-#define WEIGH(R) weigh_all(R, type, slots, D, num, ahead, scores + r * size + s - begin, size, sums + r * D)
+#define SCORE(R) scores_of(R, type, queries + r * D, D, slots, num, rest, ahead, scores + r * size + s - base, size)
+#define WEIGH(R) weigh_all(R, type, slots, D, num, ahead, scores + r * size + s - base, size, sums + r * D)
     EACH(0, SCORE)
     float factors[rows];
-    for (long r = 0; r < rows; r++) factors[r] = softmax(scores + r * size, end - begin, size);
+    for (long r = 0; r < rows; r++) {
+        for (long s = base; s < begin; s++) scores[r * size + s - base] = -__builtin_inff();
+        factors[r] = softmax(scores + r * size, end - base, (end - base + 7) / 8 * 8);
+    }
     memset(sums, 0, rows * D * sizeof(float));
     EACH(bytes, WEIGH)
 #undef EACH
@@ -487,7 +504,7 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
         for (long item = 0; item < N * parts; item++) {                                                                \
             long i = item / parts, part = item % parts, end = lens[i];                                                 \
             long first = part * kv_heads / parts, heads = (part + 1) * kv_heads / parts - first;                       \
-            long begin = window && end > window ? end - window : 0, size = (end - begin + 15) / 8 * 8;                 \
+            long begin = window && end > window ? end - window : 0, size = (end - begin / 8 * 8 + 47) / 8 * 8;                 \
             float *room = room_for(heads * group * (size + 2 * head_dim));                                             \
             if (!room) {                                                                                               \
                 failed = 1;                                                                                            \
