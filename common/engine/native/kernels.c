@@ -319,42 +319,26 @@ INLINE void gather(int type, const float *from, long D, float factor, float *to)
             to[d + i] = from[d + (type == BF16 && D - d >= 16 ? i / 2 + i % 2 * 8 : i)] * factor;
 }
 
-/* The dimensions `[d, d + num)`, 8 or 16 of them, of eight slots, as `[dimension][slot]`. */
-INLINE void load_slots(int type, const char *k, long D, long d, int num, v8 *to) {
-    const long step = D * size_of(type);
-    v8 low[8], high[8], halves[16];
-    UNROLL for (int s = 0; s < 8; s++) {
-        const char *at = k + s * step + d * size_of(type);
-        if (num == 16) load_pair(at, type, low + s, high + s);
-        else low[s] = load(at, type);
-    }
-    const int mixed = type == BF16 && num == 16; /* the halves are the even and the odd dimensions */
-    transpose(low, halves);
-    UNROLL for (int i = 0; i < 8; i++) to[mixed ? 2 * i : i] = halves[i];
-    if (num < 16) return;
-    transpose(high, halves);
-    UNROLL for (int i = 0; i < 8; i++) to[mixed ? 2 * i + 1 : 8 + i] = halves[i];
-}
+enum { SLOTS = 32 }; /* slots whose keys are unpacked at a time */
 
-/* Scores of `rows` queries, D apart, against 8 * `groups` slots. The scores of each query go to its row of `out`, `size`
-   apart. A score is one chain of additions in the order of the dimensions, as for the tokens of a chunk. */
-INLINE void score(int rows, int groups, int type, const float *q, long D, const char *k, float *out, long size) {
-    const long step = 8 * D * size_of(type);
-    v8 sums[4][4];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int g = 0; g < groups; g++) sums[r][g] = splat(0);
-    for (long d = 0, num; d < D; d += num) {
-        v8 keys[4][16];
-        num = D - d < 16 ? 8 : 16;
-        UNROLL for (int g = 0; g < groups; g++) load_slots(type, k + g * step, D, d, num, keys[g]);
-        for (long i = 0; i < num; i++)
-            UNROLL for (int r = 0; r < rows; r++) {
-                const v8 value = splat(q[r * D + d + i]);
-                UNROLL for (int g = 0; g < groups; g++) sums[r][g] += value * keys[g][i];
-            }
+/* Unpack the dimensions `[d, d + num)`, 8 or 16 of them, of eight slots, to `[dimension][SLOTS]`. */
+INLINE void load_slots(int type, const char *k, long D, long d, int num, float *to) {
+    const long step = D * size_of(type);
+    const int words = type == BF16 && num == 16; /* pairs of numbers change places before they are widened */
+    k += d * size_of(type);
+    v8 rows[8], columns[8];
+    for (int half = 0; half < (words ? 1 : num / 8); half++) {
+        UNROLL for (int s = 0; s < 8; s++) {
+            if (words) memcpy(rows + s, k + s * step, 32);
+            else rows[s] = load(k + s * step + half * 8 * size_of(type), type);
+        }
+        transpose(rows, columns);
+        UNROLL for (int i = 0; i < 8; i++) {
+            if (words) load_pair((const char *)(columns + i), BF16, columns + i, rows + i);
+            memcpy(to + (words ? 2 * i : 8 * half + i) * SLOTS, columns + i, 32);
+            if (words) memcpy(to + (2 * i + 1) * SLOTS, rows + i, 32);
+        }
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int g = 0; g < groups; g++) memcpy(out + r * size + 8 * g, &sums[r][g], 32);
 }
 
 /* Prefetch memory that will be read soon. Call this for small pieces between computations, because many requests at
@@ -363,28 +347,54 @@ INLINE void ask_for(const char *p, long bytes) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-/* Scores of `rows` queries against `num` slots of a block, in which `room` slots are left. Meanwhile prefetch as many
-   bytes at `ahead`, unless that is NULL. */
-INLINE void scores_of(int rows, int type, const float *q, long D, const char *k, long num, long room,
-                      const char *ahead, float *out, long size) {
-    const int groups = rows == 4 ? 2 : 4;
+/* Scores of `rows` queries, D apart, against 8 * `groups` slots of unpacked keys, `[D][SLOTS]`. A score is one chain of
+   additions in the order of the dimensions, as for the tokens of a chunk. */
+INLINE void score(int rows, int groups, const float *q, long D, const float *keys, float *out) {
+    v8 sums[2][SLOTS / 8];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int g = 0; g < groups; g++) sums[r][g] = splat(0);
+    for (long d = 0; d < D; d++)
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int g = 0; g < groups; g++) sums[r][g] += q[r * D + d] * floats(keys + d * SLOTS + 8 * g);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int g = 0; g < groups; g++) memcpy(out + r * SLOTS + 8 * g, &sums[r][g], 32);
+}
+
+/* Scores of `rows` queries against `num` slots of a block, in which `left` slots are left. The scores of each query go to
+   its row of `out`, `size` apart. Meanwhile prefetch as many bytes at `ahead`, unless that is NULL. */
+INLINE void scores_of(int type, const float *q, long rows, long D, const char *k, long num, long left,
+                      const char *ahead, float *keys, float *out, long size) {
     const long step = D * size_of(type);
-    long s = 0;
-    for (; num - s > 8 && s + 8 * groups <= room; s += 8 * groups) {
-        if (ahead) ask_for(ahead + s * step, 8 * groups * step);
-        score(rows, groups, type, q, D, k + s * step, out + s, size);
+    for (long s = 0, some; s < num; s += some) {
+        some = num - s < SLOTS ? num - s : SLOTS;
+        for (long g = 0; g < some; g += 8) {
+            char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* the last slots of a block, if fewer than eight */
+            const char *at = k + (s + g) * step;
+            if (ahead) ask_for(ahead + (s + g) * step, (some - g < 8 ? some - g : 8) * step);
+            if (left - s - g < 8) {
+                memset(last, 0, 8 * step);
+                memcpy(last, at, (some - g) * step);
+                at = last;
+            }
+            long d = 0;
+            for (; d + 16 <= D; d += 16) load_slots(type, at, D, d, 16, keys + d * SLOTS + g);
+            if (d < D) load_slots(type, at, D, d, 8, keys + d * SLOTS + g);
+        }
+        float found[2 * SLOTS];
+        for (long r = 0; r < rows; r += 2) {
+            const int two = r + 1 < rows;
+            if (some > 24) {
+                if (two) score(2, 4, q + r * D, D, keys, found);
+                else score(1, 4, q + r * D, D, keys, found);
+            } else {
+                for (long g = 0; g < some; g += 8) {
+                    if (two) score(2, 1, q + r * D, D, keys + g, found + g);
+                    else score(1, 1, q + r * D, D, keys + g, found + g);
+                }
+            }
+            for (int i = 0; i <= two; i++) memcpy(out + (r + i) * size + s, found + i * SLOTS, some * sizeof(float));
+        }
     }
-    for (; s < num && s + 8 <= room; s += 8) {
-        if (ahead) ask_for(ahead + s * step, 8 * step);
-        score(rows, 1, type, q, D, k + s * step, out + s, size);
-    }
-    if (s >= num) return;
-    char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* the last slots of a block, if fewer than eight */
-    memset(last, 0, 8 * step);
-    memcpy(last, k + s * step, (num - s) * step);
-    float found[4 * 8];
-    score(rows, 1, type, q, D, last, found, 8);
-    for (int r = 0; r < rows; r++) memcpy(out + r * size + s, found + 8 * r, (num - s) * sizeof(float));
 }
 
 /* Turn the first `num` of `size` scores, a multiple of 8, into weights e^(score - largest score), in place. Return 1
@@ -442,6 +452,17 @@ INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const
 #undef WEIGH
 }
 
+/* Call `weigh_all` for as many queries at a time as share what is loaded. */
+INLINE void weigh_rows(int type, long rows, const char *v, long D, long num, const char *ahead, const float *weights,
+                       long size, float *sums) {
+    long r = 0;
+#define ROWS_OF(R)                                                                                                     \
+    for (; r + R <= rows; r += R, ahead = NULL)                                                                        \
+        weigh_all(R, type, v, D, num, ahead, weights + r * size, size, sums + r * D);
+    ROWS_OF(4) ROWS_OF(2) ROWS_OF(1)
+#undef ROWS_OF
+}
+
 /* The keys of a head in a block; its values follow them. */
 INLINE const char *keys_of(const struct cache *c, int64_t block, long head) {
     return c->layer + block * c->block_bytes + head * c->head_bytes;
@@ -453,7 +474,7 @@ INLINE const char *keys_of(const struct cache *c, int64_t block, long head) {
 INLINE void attend(int type, const struct cache *c, const float *q, const int64_t *table, long first, long heads,
                    long begin, long end, float *room, long size, float *out) {
     const long D = c->head_dim, G = c->group, rows = heads * G, step = D * size_of(type), bytes = c->block_size * step;
-    float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D;
+    float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D, *keys = sums + rows * D;
     const long base = begin / 8 * 8; /* sums of weights are in eight chains, by position, as for the tokens of a chunk */
     for (long i = 0; i < rows * D; i++) queries[i] = q[i] * c->scale;
     /* Do `DO` for the slots of each head in each block, in the keys or in the values, which are `WHERE` bytes behind
@@ -466,14 +487,12 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
             const char *slots = keys_of(c, table[block], first + h) + WHERE + s % c->block_size * step, *ahead = NULL; \
             if (h + 1 < heads) ahead = slots + c->head_bytes;                                                          \
             else if (s + num < end) ahead = keys_of(c, table[block + 1], first) + WHERE;                               \
-            long r = h * G, last = r + G;                                                                              \
-            for (; r + 4 <= last; r += 4, ahead = NULL) DO(4);                                                         \
-            for (; r + 2 <= last; r += 2, ahead = NULL) DO(2);                                                         \
-            for (; r < last; r++, ahead = NULL) DO(1);                                                                 \
+            float *of_head = scores + h * G * size + s - base;                                                         \
+            DO;                                                                                                        \
         }                                                                                                              \
     }
-#define SCORE(R) scores_of(R, type, queries + r * D, D, slots, num, rest, ahead, scores + r * size + s - base, size)
-#define WEIGH(R) weigh_all(R, type, slots, D, num, ahead, scores + r * size + s - base, size, sums + r * D)
+#define SCORE scores_of(type, queries + h * G * D, G, D, slots, num, rest, ahead, keys, of_head, size)
+#define WEIGH weigh_rows(type, G, slots, D, num, ahead, of_head, size, sums + h * G * D)
     EACH(0, SCORE)
     float factors[rows];
     for (long r = 0; r < rows; r++) {
@@ -504,8 +523,8 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
         for (long item = 0; item < N * parts; item++) {                                                                \
             long i = item / parts, part = item % parts, end = lens[i];                                                 \
             long first = part * kv_heads / parts, heads = (part + 1) * kv_heads / parts - first;                       \
-            long begin = window && end > window ? end - window : 0, size = (end - begin / 8 * 8 + 47) / 8 * 8;                 \
-            float *room = room_for(heads * group * (size + 2 * head_dim));                                             \
+            long begin = window && end > window ? end - window : 0, size = (end - begin / 8 * 8 + 7) / 8 * 8;          \
+            float *room = room_for(heads * group * (size + 2 * head_dim) + SLOTS * head_dim);                          \
             if (!room) {                                                                                               \
                 failed = 1;                                                                                            \
                 continue;                                                                                              \
@@ -604,7 +623,7 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
             _Pragma("omp for schedule(dynamic)")                                                                       \
             for (long tile = tiles - 1; tile >= 0; tile--) { /* the longest first */                                   \
                 long begin = tile * QUERIES, stop = begin + QUERIES < rows ? begin + QUERIES : rows;                   \
-                float *room = room_for(QUERIES * (size + DEPTH + 3 * head_dim + 1));                                           \
+                float *room = room_for(QUERIES * (size + DEPTH + 3 * head_dim + 1));                                   \
                 failed |= !room;                                                                                       \
                 if (!room) continue;                                                                                   \
                 attend_tile(&c, q, q_stride, head, start, begin, stop, first, window, keys, values, size, room, out);  \
