@@ -319,6 +319,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-0.5b-float32-fixed": versus,
     "versus-0.5b-bfloat16-sharegpt": versus,
     "against": against,
+    "products": against,
     "step-overhead": step_overhead,
     "routing-cost": routing_cost,
     "steady": steady,

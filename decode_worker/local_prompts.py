@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
-from math import ceil
 from typing import Final
 
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue
@@ -64,21 +63,22 @@ class LocalPrompts:
     def budget(self, decodes: Collection[DecodeChoice], most: int, now: float) -> int:
         """Most prompt tokens of a step with these decodes: at most `most`, and as many without decodes.
 
-        The step may take as long as the shortest target between tokens of the tiers that decode. Prompts get at least
-        half of it, whatever the decodes take. Targets are means over an answer, so a step may take one more target if
-        the most urgent prompt would otherwise be late.
+        By the measured costs, the step takes half of the shortest target between tokens of the tiers that decode; or
+        all of it, if at that rate the waiting prompts were not done by the deadline of the most urgent one. At least a
+        quarter of that time is the prompts', however long the decodes take.
         """
         if not decodes or not len(self._chunks):
             return most
         if self._policy.prefill_tokens is not None:
             return min(most, self._policy.prefill_tokens)
-        token_s, decode_s = max(self._costs.prefill_s_per_token, 1e-9), self._costs.decode_s(len(decodes))
+        token_s, decode_s = self._costs.prefill_s_per_token, self._costs.decode_s
         target_s = min(map(self._policy.itl_target_s, {choice.request.work.tier for choice in decodes}))
-        prompts_s = max(target_s - decode_s, decode_s)
-        first = next(iter(self._chunks))
-        num_steps = ceil(first.num_uncomputed * token_s / prompts_s)
-        if now + num_steps * (decode_s + prompts_s) > first.urgency[1]:
-            prompts_s += target_s
+        due_s = next(iter(self._chunks)).urgency[1] - now
+        prompts_s = _beside(decode_s, target_s / 2)
+        if self._chunks.num_uncomputed * token_s * (1 + decode_s / prompts_s) > due_s:
+            prompts_s = _beside(decode_s, target_s)
+        if prompts_s >= most * token_s:
+            return most
         return min(most, max(_LEAST_TOKENS, int(prompts_s / token_s)))
 
     def plan(
@@ -115,3 +115,8 @@ class LocalPrompts:
         """Assert what must hold between any two events."""
         self._chunks.check_invariants()
         assert len(set(self._newest)) == len(self._chunks) == len(self.of_requests) + len(self.of_sequences)
+
+
+def _beside(decode_s: float, step_s: float) -> float:
+    """Seconds for prompts in a step that should take `step_s`, of which decodes take `decode_s`."""
+    return max(step_s - decode_s, step_s / 4)

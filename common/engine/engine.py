@@ -130,6 +130,7 @@ class Engine:
                     device=device,
                     progress=progress,
                     cpu_kernels=settings.cpu_kernels,
+                    row_invariant=settings.row_invariant,
                 )
                 if device == "cuda":
                     if graph_seqs:

@@ -7,8 +7,9 @@
 | CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type: `common.engine.native` |
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
 
-The kernels in C take and return float32, and round nothing. In the last row, a product of low-precision inputs is
-summed in float32 and rounded once, as hardware would do it.
+The kernels in C take and return float32, and round nothing; a row's product does not depend on the rows beside it, as
+one of oneDNN's may. With `row_invariant` they take the place of oneDNN. In the last row, a product of low-precision
+inputs is summed in float32 and rounded once, as hardware would do it.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels | None = None,
+        row_invariant: bool = False,
     ) -> None:
+        """`row_invariant`: compute with `kernels`, which a CPU must then have, although oneDNN could be faster."""
         on_cpu = device.type == "cpu"
-        native = multiplies_natively(dtype)
+        native = multiplies_natively(dtype) and not row_invariant
         self._kernels = kernels if on_cpu and (dtype == torch.float32 or not native) else None
         stored = torch.float32 if on_cpu and not native and self._kernels is None else dtype
         if on_cpu and stored == torch.float32 and self._kernels is None:

@@ -288,13 +288,16 @@ def load_runner(
     device: str = "cpu",
     progress: Progress | None = None,
     cpu_kernels: bool = True,
+    row_invariant: bool = False,
 ) -> ModelRunner:
     """Load the checkpoint in `folder`, and allocate its KV cache and `swap_bytes` of host memory for swapped blocks.
 
     If `kv_cache_bytes` is None, the cache has `CPU_CACHE_BYTES` on a CPU. On a GPU it has the memory that is free after
     the weights are loaded, less `gpu_reserve_bytes`. `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or
     "float16", and is that of the cache too. `progress` is called with (tensors loaded, tensors to load). `cpu_kernels`
-    lets a CPU use the kernels in C, compiled if need be. Raises `OperatorError` for whatever the operator must change.
+    lets a CPU use the kernels in C, compiled if need be; with `row_invariant` they compute every product, so that a
+    sequence's numbers have the same bits whatever is computed beside it. Raises `OperatorError` for whatever the
+    operator must change.
     """
     config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config, folder, dtype)
@@ -307,7 +310,12 @@ def load_runner(
     kernels = native.kernels() if on.type == "cpu" and cpu_kernels and native.serves(config.head_dim) else None
     if on.type == "cpu" and kernels is None and not multiplies_natively(TORCH_DTYPES[dtype]):
         _log.warning("this CPU has no instructions for %s: weights are held, and multiplied, in float32", dtype)
-    weights = load_weights(config, folder, dtype, on, progress, kernels)
+    if row_invariant and kernels is None:
+        raise OperatorError(
+            "--row-invariant needs a CPU and the kernels in C: a compiler (cc), --cpu-kernels, and a head dimension "
+            f"that is a multiple of 8 up to 512, not {config.head_dim}"
+        )
+    weights = load_weights(config, folder, dtype, on, progress, kernels, row_invariant)
     if kv_cache_bytes is None:
         free, _ = torch.cuda.mem_get_info(on)
         kv_cache_bytes = max(0, free - gpu_reserve_bytes)

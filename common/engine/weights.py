@@ -62,13 +62,14 @@ def load_weights(
     device: torch.device,
     progress: Progress | None = None,
     kernels: Kernels | None = None,
+    row_invariant: bool = False,
 ) -> Weights:
     """Load the checkpoint in `folder` as `dtype` (a key of `DTYPE_BYTES`). On a CPU, weights are packed for `kernels`,
-    if there are any.
+    if there are any; see `Linear` for `row_invariant`.
 
     Raises `OperatorError`, naming tensors, if one is missing, unexpected or of the wrong shape, or a file is damaged.
     """
-    weights = _allocate(config, TORCH_DTYPES[dtype], device, kernels)
+    weights = _allocate(config, TORCH_DTYPES[dtype], device, kernels, row_invariant)
     targets = dict(_targets(config, weights))
     files = {n: file for n, file in _files_by_tensor(folder).items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_word_embeddings:
@@ -113,14 +114,28 @@ def resolve_dtype(config: ModelConfig, folder: Path, dtype: str) -> str:
     return stored
 
 
-def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> Weights:
+def _allocate(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | None,
+    row_invariant: bool = False,
+) -> Weights:
     """Weights of the right shapes, uninitialised."""
 
     def vector(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype if kernels is None else torch.float32, device=device)
 
     def projection(out_features: int, in_features: int, bias: bool = False) -> Linear:
-        return Linear(out_features, in_features, bias=bias, dtype=dtype, device=device, kernels=kernels)
+        return Linear(
+            out_features,
+            in_features,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            row_invariant=row_invariant,
+        )
 
     hidden, inner = config.hidden_size, config.intermediate_size
     q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -24,6 +24,8 @@ _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TC
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
 _RIDING_TOKENS = 128
 """Prompt tokens for which a token budget by default has room beside a full batch."""
+_LEAST_RIDING_TOKENS = 16
+"""Prompt tokens for which any token budget must have room beside a full batch."""
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
@@ -171,6 +173,11 @@ class WorkerSettings(TierSettings):
         4 * 2**30, ge=0, description="GPU memory that a KV cache without a size leaves to activations and CUDA graphs"
     )
     cpu_kernels: bool = Field(True, description="on a CPU: compute with kernels in C, compiled at first use")
+    row_invariant: bool = Field(
+        False,
+        description="on a CPU with instructions for the weights' type: compute products with the kernels in C, so that "
+        "an answer does not depend on the requests beside it",
+    )
     num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
     run_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan a step while the one before it runs: auto does on a GPU"
@@ -245,7 +252,7 @@ class DecodeSettings(WorkerSettings, TokenTierSettings):
         ge=0,
         le=2**20,
         description="most tokens in one step, prompts and decodes together (0: 1024 on a CPU, 4096 on a GPU, which a "
-        "step of prompts alone then fills; more if max_num_seqs and prefill_tokens need it)",
+        "step of prompts alone then fills; more if max_num_seqs and the prompts beside them need it)",
     )
     prefill_tokens: int = Field(
         0,
@@ -265,8 +272,9 @@ class DecodeSettings(WorkerSettings, TokenTierSettings):
 
     @model_validator(mode="after")
     def _budget_holds_the_batch(self) -> Self:
-        if 0 < self.token_budget < self.max_num_seqs + max(1, self.prefill_tokens):
-            raise ValueError("token_budget must be at least max_num_seqs and prefill_tokens together")
+        least = self.max_num_seqs + (self.prefill_tokens or _LEAST_RIDING_TOKENS)
+        if 0 < self.token_budget < least:
+            raise ValueError(f"token_budget must be at least {least}, for max_num_seqs and prompt tokens beside them")
         return self
 
     def on(self, device: DeviceType) -> Self:

@@ -1,7 +1,7 @@
 """What steps, prompts and swaps cost an engine: how many prompt tokens ride with decodes, and how a preempted sequence
 comes back, is decided by it.
 
-A step takes a fixed time, and more for each prompt token and each decoding sequence. Tokens that are computed again
+A step takes a fixed time, and more for each token. Tokens that are computed again
 ride in steps that run anyway, or fill them, so only the time of the tokens is counted. For a single short prompt this
 leaves out the fixed time of one step.
 """
@@ -14,6 +14,8 @@ MIN_OBSERVED_TOKENS = 16
 """Fewest tokens of a prefill from which the cost per token is estimated. With fewer, the fixed costs outweigh it."""
 _OBSERVATION_WEIGHT = 0.1
 """Weight of an observation of `_FULL_WEIGHT_TOKENS` tokens or more."""
+_DECODE_WEIGHT = 0.25
+"""Weight of an observation of a step with decodes: their number changes from step to step."""
 _FULL_WEIGHT_TOKENS = 256
 """Shorter steps say more about their fixed costs than about their tokens, so their weight falls with the square of the
 number of tokens."""
@@ -30,8 +32,8 @@ class Costs:
     """Time per token, in addition to the fixed time of its step."""
     step_s: float = 0.0
     """Fixed time of a step."""
-    decode_s_per_sequence: float = 0.0
-    """Time per decoding sequence, in addition to the fixed time of its step; 0 until observed."""
+    decode_s: float = 0.0
+    """Time of the last steps with decodes, beyond that of their prompt tokens."""
     swap_s_per_block: float = 1e-4
     """Time per block in one direction; infinite if there is no swap space."""
 
@@ -47,17 +49,18 @@ class Costs:
 
     def observe_step(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
         """Move the estimates towards an observation: a step computed `num_tokens` prompt tokens and one token each of
-        `num_decodes` sequences in `seconds`."""
-        if num_tokens:
-            self.observe_prefill(num_tokens, seconds - num_decodes * self.decode_s_per_sequence)
-        elif num_decodes:
-            old, seen = self.decode_s_per_sequence, max(0.0, seconds - self.step_s) / num_decodes
-            near = min(max(seen, old / _MAX_RATIO), old * _MAX_RATIO)
-            self.decode_s_per_sequence = old + _OBSERVATION_WEIGHT * (near - old) if old else seen
+        `num_decodes` sequences, and nothing else, in `seconds`.
 
-    def decode_s(self, num_decodes: int) -> float:
-        """Seconds of a step of `num_decodes` sequences without prompts."""
-        return self.step_s + num_decodes * self.decode_s_per_sequence
+        A step with decodes moves `decode_s` alone. What the tokens beside them took more than estimated counts as the
+        decodes' time, so that `decode_s` and the tokens' estimate always add up to a step.
+        """
+        if not num_decodes:
+            self.observe_prefill(num_tokens, seconds)
+            return
+        seen = max(0.0, seconds - num_tokens * self.prefill_s_per_token)
+        if self.decode_s:
+            seen = min(seen, _MAX_RATIO * self.decode_s)
+        self.decode_s += _DECODE_WEIGHT * (seen - self.decode_s)
 
     def recompute_s(self, num_tokens: int) -> float:
         """Seconds to compute the KV of `num_tokens` tokens again."""

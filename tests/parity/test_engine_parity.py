@@ -33,6 +33,7 @@ from common.engine.weights import load_weights
 
 torch.set_num_threads(1)
 
+CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 CHUNK = 64
 NUM_OUTPUT = 40
@@ -196,13 +197,14 @@ def compiled(backend: Backends) -> Kernels | None:
 
 
 def logits_of_chunks(
-    folder: Path, prompt: list[int], chunk: int, backend: Backends, garbage: float = 0.0
+    folder: Path, prompt: list[int], chunk: int, backend: Backends, garbage: float = 0.0, dtype: str = "float32"
 ) -> torch.Tensor:
     """Logits of the last token of `prompt`, computed `chunk` tokens at a time in a cache full of `garbage`."""
     kernels = compiled(backend)
     config = ModelConfig.from_folder(folder)
-    decoder = Decoder(config, load_weights(config, folder, "float32", torch.device("cpu"), kernels=kernels))
-    cache = KVCache(config.layout(BLOCK_SIZE, "float32"), 32, torch.device("cpu"))
+    weights = load_weights(config, folder, dtype, CPU, kernels=kernels, row_invariant=kernels is not None)
+    decoder = Decoder(config, weights)
+    cache = KVCache(config.layout(BLOCK_SIZE, dtype), 32, CPU)
     for block in range(config.num_layers):
         cache.layer(block).fill_(garbage)
     table = torch.randperm(32, generator=torch.Generator().manual_seed(5)).tolist()
@@ -227,14 +229,17 @@ def test_logits_do_not_depend_on_chunks(checkpoint: Callable[[str], Path], varia
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_in_c_logits_have_the_same_bits_in_chunks_of_any_size(checkpoint: Callable[[str], Path], variant: str) -> None:
+def test_in_c_logits_have_the_same_bits_in_chunks_of_any_size(
+    checkpoint: Callable[[str], Path], variant: str, dtype: str
+) -> None:
     """A decode step is a chunk of one token. So a worker that continues an answer, and computes the tokens so far as a
     prompt, goes on with the same numbers."""
     (prompt,) = prompts((150,))
-    whole = logits_of_chunks(checkpoint(variant), prompt, 150, in_c)
+    whole = logits_of_chunks(checkpoint(variant), prompt, 150, in_c, dtype=dtype)
     for chunk in (64, 16, 7, 1):
-        assert torch.equal(logits_of_chunks(checkpoint(variant), prompt, chunk, in_c), whole), chunk
+        assert torch.equal(logits_of_chunks(checkpoint(variant), prompt, chunk, in_c, dtype=dtype), whole), chunk
 
 
 @pytest.mark.parametrize("backend", [in_torch, in_c])

@@ -4,9 +4,11 @@ from typing import cast
 
 import pytest
 import torch
+from needs import require
 from torch.nn.functional import linear
 
 from common.engine import linear as linear_module
+from common.engine import native
 from common.engine.linear import Linear, multiplies_natively
 from common.engine.native import Kernels
 
@@ -110,3 +112,23 @@ def test_kernels_in_c_are_for_what_the_cpu_has_no_instructions_for(
 
 def test_float32_is_always_native() -> None:
     assert multiplies_natively(torch.float32)
+
+
+@pytest.mark.parametrize("row_invariant", [True, False])
+def test_where_rows_must_not_depend_on_each_other_the_kernels_multiply(
+    monkeypatch: pytest.MonkeyPatch, row_invariant: bool
+) -> None:
+    require("compiler")
+    kernels, for_onednn = native.kernels(), list[Linear]()
+    assert kernels is not None
+    monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: True)
+    monkeypatch.setattr(Linear, "pack_for_onednn", lambda self: for_onednn.append(self))
+    projection = Linear(
+        24, 16, bias=False, dtype=torch.bfloat16, device=CPU, kernels=kernels, row_invariant=row_invariant
+    )
+    weight, x = torch.randn(24, 16).bfloat16(), torch.randn(5, 16)
+    projection.weight.copy_(weight)
+    projection.pack()
+    if row_invariant:
+        torch.testing.assert_close(projection(x).double(), linear(x.double(), weight.double()), rtol=1e-5, atol=1e-5)
+    assert for_onednn == ([] if row_invariant else [projection])

@@ -165,6 +165,11 @@ def test_knows_its_model_and_its_cache(folder: Path) -> None:
     assert seen[-1] == (21, 21)
 
 
+def test_row_invariance_without_kernels_is_refused(folder: Path) -> None:
+    with pytest.raises(OperatorError, match="--row-invariant needs"):
+        load_runner(folder, kv_cache_bytes=2**16, block_size=BLOCK_SIZE, cpu_kernels=False, row_invariant=True)
+
+
 def test_a_cache_of_no_block_is_refused(folder: Path) -> None:
     with pytest.raises(
         OperatorError, match="a KV cache of 100 bytes does not hold one block: 4096 bytes for 16 tokens"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from decode_bench import EAGER, Bench, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.contract.tiers import Tier
 from common.scheduling.costs import Costs
+from decode_worker.local_prompts import _beside
 
 TTFT_S = {Tier.INTERACTIVE: 0.5, Tier.STANDARD: 2.0, Tier.BATCH: 60.0}
 ITL_S = {Tier.INTERACTIVE: 0.1, Tier.STANDARD: 0.2, Tier.BATCH: 1.0}
@@ -30,44 +34,47 @@ def chunk_beside(*tiers: Tier, costs: Costs, prompt: Tier = Tier.STANDARD, waite
     return chunk.end - chunk.start
 
 
-def costs(step_s: float = 0.02, sequence_s: float = 0.0, token_s: float = 1e-4) -> Costs:
-    return Costs(step_s=step_s, decode_s_per_sequence=sequence_s, prefill_s_per_token=token_s)
+def costs(decode_s: float = 0.02, token_s: float = 1e-4) -> Costs:
+    return Costs(decode_s=decode_s, prefill_s_per_token=token_s)
 
 
 @pytest.mark.parametrize(
     ("tiers", "num_tokens"),
     [
         ((), 2048),
-        ((Tier.STANDARD,), 1800),
-        ((Tier.INTERACTIVE,), 800),
-        ((Tier.BATCH, Tier.STANDARD, Tier.INTERACTIVE), 800),
+        ((Tier.STANDARD,), 800),
+        ((Tier.INTERACTIVE,), 300),
+        ((Tier.BATCH, Tier.STANDARD, Tier.INTERACTIVE), 300),
         ((Tier.BATCH,), 2047),
     ],
 )
-def test_a_step_takes_the_shortest_target_of_who_decodes(tiers: tuple[Tier, ...], num_tokens: int) -> None:
+def test_a_step_takes_half_of_the_shortest_target_of_who_decodes(tiers: tuple[Tier, ...], num_tokens: int) -> None:
     assert chunk_beside(*tiers, costs=costs()) == pytest.approx(num_tokens, abs=1)
 
 
-def test_what_the_decodes_take_is_left_to_them() -> None:
-    assert chunk_beside(*4 * [Tier.STANDARD], costs=costs(sequence_s=0.02)) == pytest.approx(1000, abs=1)
-
-
-def test_prompts_get_half_of_a_step_that_cannot_meet_the_target() -> None:
-    assert chunk_beside(Tier.STANDARD, costs=costs(step_s=0.3, token_s=1e-3), prompt=Tier.BATCH) == pytest.approx(
-        300, abs=1
-    )
-
-
-def test_a_prompt_that_would_be_late_may_take_one_target_more() -> None:
-    # Its deadline is 2 s and the time of its own 4,000 tokens. At 180 tokens a step it is done after 23 steps of 0.2 s.
+def test_it_takes_all_of_the_target_where_prompts_would_otherwise_be_late() -> None:
+    # The deadline is 2 s and the time of its own 4,000 tokens, 4 s. At 80 tokens in 0.1 s they take 5 s.
     slow = costs(token_s=1e-3)
-    assert chunk_beside(Tier.STANDARD, costs=slow) == pytest.approx(180, abs=1)
-    assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.3) == pytest.approx(180, abs=1)
-    assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.5) == pytest.approx(380, abs=1)
+    assert chunk_beside(Tier.STANDARD, costs=slow) == pytest.approx(80, abs=1)
+    assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=0.9) == pytest.approx(80, abs=1)
+    assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.1) == pytest.approx(180, abs=1)
+    assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=100.0) == pytest.approx(180, abs=1), "it is late"
+
+
+@pytest.mark.parametrize(("decode_s", "num_tokens"), [(0.07, 30), (0.09, 25), (0.3, 25)])
+def test_prompts_go_on_where_decodes_alone_miss_the_target(decode_s: float, num_tokens: int) -> None:
+    """They get a quarter of the time that the step should take."""
+    slow = costs(decode_s=decode_s, token_s=1e-3)
+    assert chunk_beside(Tier.STANDARD, costs=slow, prompt=Tier.BATCH) == pytest.approx(num_tokens, abs=1)
 
 
 def test_a_step_computes_some_tokens_however_dear_they_are() -> None:
-    assert chunk_beside(Tier.INTERACTIVE, costs=costs(step_s=0.0, token_s=1.0), prompt=Tier.BATCH) == 16
+    dear = costs(decode_s=0.0, token_s=1.0)
+    assert chunk_beside(Tier.INTERACTIVE, costs=dear, prompt=Tier.BATCH) == 16
+
+
+def test_a_target_without_an_end_leaves_the_budget() -> None:
+    assert chunk_beside(Tier.BATCH, costs=costs(), itl_target_s=lambda tier: math.inf) == 2047
 
 
 def test_a_number_that_is_set_holds() -> None:
@@ -75,21 +82,38 @@ def test_a_number_that_is_set_holds() -> None:
     assert chunk_beside(costs=costs(), prefill_tokens=128) == 2048, "without decodes"
 
 
-def test_the_time_of_a_sequence_is_learnt_from_steps_of_decodes() -> None:
+@settings(max_examples=60, deadline=None)
+@given(
+    guess=st.floats(0.5, 3.0),
+    decode_s=st.floats(1e-4, 0.15),
+    token_s=st.floats(1e-5, 2e-3),
+    sequences=st.sampled_from([1, 32]),
+)
+def test_steps_come_to_take_what_they_should(guess: float, decode_s: float, token_s: float, sequences: int) -> None:
+    """Whatever was estimated, and although no step has decodes alone. The estimate of a token, by which gateways route,
+    stays that of prompts alone."""
+    learnt, prompts_s = Costs(prefill_s_per_token=guess * token_s, decode_s=decode_s / sequences), 0.0
+    for _ in range(60):
+        prompts_s = _beside(learnt.decode_s, 0.2)
+        num_tokens = max(1, int(prompts_s / learnt.prefill_s_per_token))
+        learnt.observe_step(num_tokens, sequences, decode_s + num_tokens * token_s)
+    assert decode_s + num_tokens * token_s <= max(0.2, decode_s + 0.05 / guess) + token_s + 1e-3
+    assert learnt.prefill_s_per_token == guess * token_s
+
+
+def test_a_process_that_was_stopped_does_not_change_what_follows() -> None:
     learnt = costs()
-    learnt.observe_step(0, 10, 0.05)
-    assert learnt.decode_s(10) == pytest.approx(0.05)
-    for _ in range(100):
-        learnt.observe_step(0, 20, 0.04)
-    assert learnt.decode_s(20) == pytest.approx(0.04, rel=0.01)
-    learnt.observe_step(0, 20, 3600.0)
-    assert learnt.decode_s(20) < 0.06, "the process was stopped for an hour"
+    learnt.observe_step(0, 10, 3600.0)
+    assert learnt.decode_s <= 0.02 + 0.25 * 0.06
+    for _ in range(20):
+        learnt.observe_step(0, 10, 0.02)
+    assert learnt.decode_s == pytest.approx(0.02, rel=0.01)
     assert learnt.prefill_s_per_token == 1e-4
 
 
-def test_the_time_of_a_token_is_learnt_beside_decodes() -> None:
-    learnt = costs(sequence_s=0.001)
+def test_prompts_alone_tell_what_a_token_takes() -> None:
+    learnt = costs()
     for _ in range(100):
-        learnt.observe_step(256, 30, 0.02 + 30 * 0.001 + 256 * 2e-4)
+        learnt.observe_step(256, 0, 256 * 2e-4)
     assert learnt.prefill_s_per_token == pytest.approx(2e-4, rel=0.01)
-    assert learnt.decode_s_per_sequence == 0.001
+    assert learnt.decode_s == 0.02

@@ -227,12 +227,12 @@ PANELS_OF(panels_bfloat16, tile_bfloat16, BF16)
 PANELS_OF(panels_float16, tile_float16, F16)
 
 /* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is not
-   enough memory. Of many rows, up to ROWS are packed at a time, of DEPTH input features each, which then stay in the
-   second cache while the panels pass. */
+   enough memory. Up to ROWS rows are packed at a time, and DEPTH input features of each if they have more than stay in
+   the second cache while the panels pass. */
 #define LINEAR(NAME, PANELS_NAME, TYPE)                                                                                \
     int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, int threads) {      \
         const long panels = (N + PANEL - 1) / PANEL, groups = (panels + GROUP - 1) / GROUP;                            \
-        const long height = M < ROWS ? M : ROWS, depth = M <= TILE || K < DEPTH ? K : DEPTH;                           \
+        const long height = M < ROWS ? M : ROWS, depth = height * K <= ROWS * DEPTH ? K : DEPTH;                       \
         float *packed = M == 1 ? NULL : room_for(height * depth);                                                      \
         if (M > 1 && !packed) return 1;                                                                                \
         _Pragma("omp parallel num_threads(threads) if (threads > 1)")                                                  \
