@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.record import Run
 from benchmarks.result_tables import Figures, table
+
+
+def instructions(flags: Sequence[str]) -> str:
+    """The widest instruction set that kernels may use on a CPU with these flags."""
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
+    return next((name for flag, name in names.items() if flag in flags), "unknown instructions")
 
 
 def beside_vllm(*runs: Run) -> str:
@@ -16,14 +22,15 @@ def beside_vllm(*runs: Run) -> str:
     """
     rows = []
     for run in runs:
-        row = [f"{run['workload']['dtype']}, {' '.join(map(str, run['workload']['concurrency']))} at a time"]
+        at_a_time = " ".join(map(str, run["workload"]["concurrency"]))
+        row = [f"{run['workload']['dtype']}, {at_a_time} at a time, {instructions(run['machine']['cpu_flags'])}"]
         for pair in ("baton pair", "baton colocated"):
             of = [each["output_tokens_per_s"] for each in run["figures"]["ratios"] if each["ours"] == pair]
             middle = f"{min(each['ratio'] for each in of):.2f} to {max(each['ratio'] for each in of):.2f} times"
             least, most = min(each["ratio_min"] for each in of), max(each["ratio_max"] for each in of)
             row.append(f"{middle} ({least:.2f} to {most:.2f})")
         rows.append(row)
-    return table(["weights", "a pair beside vLLM's pair", "one worker beside one vLLM"], rows)
+    return table(["weights and CPU", "a pair beside vLLM's pair", "one worker beside one vLLM"], rows)
 
 
 def handoff(*runs: Run) -> str:
@@ -135,7 +142,10 @@ def soaks(*runs: Run) -> str:
 
 
 OVERVIEWS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-    "beside vLLM": (("versus-15m-float32-fixed", "versus-15m-bfloat16-fixed"), beside_vllm),
+    "beside vLLM": (
+        ("versus-15m-float32-fixed", "versus-15m-bfloat16-fixed", "versus-15m-float32-fixed-avx2"),
+        beside_vllm,
+    ),
     "handoff": (("handoff-demo", "handoff-15m"), handoff),
     "soaks": (("soak-zmq", "soak-nixl", "soak-nixl-tcp"), soaks),
     "at a glance": (GLANCED, at_a_glance),

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from benchmarks import gpu_tables, result_tables
 from benchmarks.command import call
-from benchmarks.overview_tables import OVERVIEWS
+from benchmarks.overview_tables import OVERVIEWS, instructions
 from benchmarks.record import ROOT, Run, recorded
 from benchmarks.result_pictures import draw
 from benchmarks.result_tables import kv_sizes
@@ -41,12 +41,6 @@ def source(runs: Sequence[Run]) -> str:
         where = f"{machine['cpu']}, {machine['cores']} cores, {instructions(machine.get('cpu_flags', ()))}"
         lines.append(f"`{run['command']}`, commit {run['commit'][:7]}, product {run['product'][:8]}, {where}")
     return "\n" + "\\\n".join(lines) + "\n"
-
-
-def instructions(flags: Sequence[str]) -> str:
-    """The widest instruction set that kernels may use on a CPU with these flags."""
-    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
-    return next((name for flag, name in names.items() if flag in flags), "unknown instructions")
 
 
 CAPTIONS = {
