@@ -1,9 +1,9 @@
 """What steps, prompts and swaps cost an engine: how many prompt tokens ride with decodes, and how a preempted sequence
 comes back, is decided by it.
 
-A step takes a fixed time, and more for each token. Tokens that are computed again
-ride in steps that run anyway, or fill them, so only the time of the tokens is counted. For a single short prompt this
-leaves out the fixed time of one step.
+A step takes a fixed time, and more for each token. Tokens that are computed again ride in steps that run anyway, or
+fill them, so only the time of the tokens is counted. For a single short prompt this leaves out the fixed time of one
+step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 /* The CPU's part of a decoder: products with weights, attention, and the small operations between them. Compiled at
    first use (`common.engine.native`), with GCC's vector types.
 
-   Sums are in a fixed order, whatever the number of rows, so a row's result does not depend on the rows beside it, nor on
-   whether it is a row of a decode step or of a chunk. A product is one chain of additions in the order of the input
+   Sums are in a fixed order, whatever the number of rows, so a row's result does not depend on the rows beside it, nor
+   on whether it is a row of a decode step or of a chunk. A product is one chain of additions in the order of the input
    features; a score is one in the order of the dimensions, and a sum of values one in the order of the slots.
 
    Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type. Panels of bf16 are in
@@ -126,9 +126,9 @@ INLINE void load_panel(const char *p, int type, lane *parts) {
 #endif
 }
 
-/* Products of `rows` rows of x, packed as `[K][rows]`, with K rows of each of `panels` panels, `panel_bytes` apart. They
-   are added to `out`, in rows `stride` apart, unless `fresh`. Meanwhile prefetch what is at `ahead`, and at every `pace`
-   bytes from there, unless `pace` is 0. At last add the bias, unless it is NULL. */
+/* Products of `rows` rows of x, packed as `[K][rows]`, with K rows of each of `panels` panels, `panel_bytes` apart.
+   They are added to `out`, in rows `stride` apart, unless `fresh`. Meanwhile prefetch what is at `ahead`, and at every
+   `pace` bytes from there, unless `pace` is 0. At last add the bias, unless it is NULL. */
 INLINE void tile(int rows, int panels, int type, const float *x, long K, const char *w, long panel_bytes,
                  const char *ahead, long pace, int fresh, const float *bias, float *out, long stride) {
     const long row_bytes = PANEL * size_of(type);
@@ -156,9 +156,9 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
         }
 }
 
-/* The tiles that are used, with constant type and size, so that the compiler can keep them in registers. One and two rows
-   are multiplied with several panels at a time, because with one panel each addition would wait for the one before it in
-   its chain. */
+/* The tiles that are used, with constant type and size, so that the compiler can keep them in registers. One and two
+   rows are multiplied with several panels at a time, because with one panel each addition would wait for the one before
+   it in its chain. */
 #define CASE(TYPE, R, P)                                                                                               \
     case 16 * P + R: tile(R, P, TYPE, x, K, w, panel_bytes, ahead, pace, fresh, bias, out, stride); break;
 #define SIX(TYPE, P)                                                                                                   \
@@ -194,8 +194,8 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
 }
 
 /* Products of M packed rows with `panels` panels, for the outputs from `first` on, of which there are N. See `tile`. A
-   single tile prefetches what it needs next. Of several tiles, each prefetches its share of the next panel, because only
-   the first tile waits for this panel. */
+   single tile prefetches what it needs next. Of several tiles, each prefetches its share of the next panel, because
+   only the first tile waits for this panel. */
 #define PANELS_OF(NAME, TILE_NAME, TYPE)                                                                               \
     static void NAME(const float *x, long M, long K, const char *w, long panel_bytes, long panels, int fresh,          \
                      const float *bias, float *out, long N, long first) {                                              \
@@ -226,9 +226,9 @@ PANELS_OF(panels_float32, tile_float32, F32)
 PANELS_OF(panels_bfloat16, tile_bfloat16, BF16)
 PANELS_OF(panels_float16, tile_float16, F16)
 
-/* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is not
-   enough memory. Up to ROWS rows are packed at a time, and DEPTH input features of each if they have more than stay in
-   the second cache while the panels pass. */
+/* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is
+   not enough memory. Up to ROWS rows are packed at a time, and DEPTH input features of each if they have more than stay
+   in the second cache while the panels pass. */
 #define LINEAR(NAME, PANELS_NAME, TYPE)                                                                                \
     int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, int threads) {      \
         const long panels = (N + PANEL - 1) / PANEL, groups = (panels + GROUP - 1) / GROUP;                            \
@@ -360,8 +360,8 @@ INLINE void score(int rows, int groups, const float *q, long D, const float *key
         UNROLL for (int g = 0; g < groups; g++) memcpy(out + r * SLOTS + 8 * g, &sums[r][g], 32);
 }
 
-/* Scores of `rows` queries against `num` slots of a block, in which `left` slots are left. The scores of each query go to
-   its row of `out`, `size` apart. Meanwhile prefetch as many bytes at `ahead`, unless that is NULL. */
+/* Scores of `rows` queries against `num` slots of a block, in which `left` slots are left. The scores of each query go
+   to its row of `out`, `size` apart. Meanwhile prefetch as many bytes at `ahead`, unless that is NULL. */
 INLINE void scores_of(int type, const float *q, long rows, long D, const char *k, long num, long left,
                       const char *ahead, float *keys, float *out, long size) {
     const long step = D * size_of(type);
@@ -475,7 +475,7 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
                    long begin, long end, float *room, long size, float *out) {
     const long D = c->head_dim, G = c->group, rows = heads * G, step = D * size_of(type), bytes = c->block_size * step;
     float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D, *keys = sums + rows * D;
-    const long base = begin / 8 * 8; /* sums of weights are in eight chains, by position, as for the tokens of a chunk */
+    const long base = begin / 8 * 8; /* weights are summed in eight chains, by position, as in a chunk */
     for (long i = 0; i < rows * D; i++) queries[i] = q[i] * c->scale;
     /* Do `DO` for the slots of each head in each block, in the keys or in the values, which are `WHERE` bytes behind
        the keys. `num` slots of this block are used, and `rest` are left in it. */
