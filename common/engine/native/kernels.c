@@ -17,10 +17,16 @@
 typedef float v8 __attribute__((vector_size(32)));
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef _Float16 h8 __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#ifdef __x86_64__
+#define HOLD(x) __asm__("" : "+v"(x)) /* keep x in a register: GCC would load it again for each of its uses */
+#else
+#define HOLD(x)
+#endif
 
 enum { F32, BF16, F16 };
 enum {
@@ -83,6 +89,26 @@ INLINE void load_pair(const char *p, int type, v8 *first, v8 *second) {
     }
 }
 
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i32x8){__VA_ARGS__})
+
+/* Swap the rows and columns of eight vectors. */
+INLINE void transpose(const v8 *x, v8 *y) {
+    v8 two[8], four[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        two[i] = SHUFFLE(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        two[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    UNROLL for (int i = 0; i < 8; i++) {
+        const v8 *from = two + i / 4 * 4 + i % 4 / 2;
+        four[i] = i % 2 ? SHUFFLE(from[0], from[2], 2, 3, 10, 11, 6, 7, 14, 15)
+                        : SHUFFLE(from[0], from[2], 0, 1, 8, 9, 4, 5, 12, 13);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        y[i] = SHUFFLE(four[i], four[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        y[i + 4] = SHUFFLE(four[i], four[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
 static __thread float *scratch;
 static __thread long scratch_size;
 
@@ -126,12 +152,17 @@ INLINE void load_panel(const char *p, int type, lane *parts) {
 #endif
 }
 
-/* Products of `rows` rows of x, packed as `[K][rows]`, with K rows of each of `panels` panels, `panel_bytes` apart.
-   They are added to `out`, in rows `stride` apart, unless `fresh`. Meanwhile prefetch what is at `ahead`, and at every
-   `pace` bytes from there, unless `pace` is 0. At last add the bias, unless it is NULL. */
-INLINE void tile(int rows, int panels, int type, const float *x, long K, const char *w, long panel_bytes,
-                 const char *ahead, long pace, int fresh, const float *bias, float *out, long stride) {
-    const long row_bytes = PANEL * size_of(type);
+/* Memory that will be needed soon: at every `row` bytes from `at`, for each panel beside the others. */
+struct ahead {
+    const char *at;
+    long row, panel;
+};
+
+/* Products of `rows` rows of x, packed as `[K][rows]`, with K rows, `row_bytes` apart, of each of `panels` panels,
+   `panel_bytes` apart. They are added to `out`, in rows `stride` apart, unless `fresh`. Meanwhile prefetch what is
+   ahead, unless its rows have 0 bytes. At last add the bias, unless it is NULL. */
+INLINE void tile(int rows, int panels, int type, const float *x, long K, const char *w, long row_bytes,
+                 long panel_bytes, struct ahead ahead, int fresh, const float *bias, float *out, long stride) {
     const int lanes = LANES * panels;
     lane held[TILE][LANES * GROUP];
     UNROLL for (int r = 0; r < rows; r++)
@@ -142,8 +173,10 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
     for (long k = 0; k < K; k++, x += rows)
         UNROLL for (int p = 0; p < panels; p++) {
             lane parts[LANES];
-            if (pace) __builtin_prefetch(ahead + p * panel_bytes + k * pace, 0, 2);
+            if (ahead.row) __builtin_prefetch(ahead.at + p * ahead.panel + k * ahead.row, 0, 2);
             load_panel(w + p * panel_bytes + k * row_bytes, type, parts);
+            UNROLL for (int i = 0; i < LANES; i++)
+                if (rows > 2) HOLD(parts[i]);
             UNROLL for (int r = 0; r < rows; r++)
                 UNROLL for (int i = 0; i < LANES; i++) held[r][p * LANES + i] += x[r] * parts[i];
         }
@@ -160,19 +193,19 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
    rows are multiplied with several panels at a time, because with one panel each addition would wait for the one before
    it in its chain. */
 #define CASE(TYPE, R, P)                                                                                               \
-    case 16 * P + R: tile(R, P, TYPE, x, K, w, panel_bytes, ahead, pace, fresh, bias, out, stride); break;
+    case 16 * P + R: tile(R, P, TYPE, x, K, w, row_bytes, panel_bytes, ahead, fresh, bias, out, stride); break;
 #define SIX(TYPE, P)                                                                                                   \
     CASE(TYPE, 1, P) CASE(TYPE, 2, P) CASE(TYPE, 3, P) CASE(TYPE, 4, P) CASE(TYPE, 5, P) CASE(TYPE, 6, P)
 #define TEN(TYPE, P) SIX(TYPE, P) CASE(TYPE, 7, P) CASE(TYPE, 8, P) CASE(TYPE, 9, P) CASE(TYPE, 10, P)
 #ifdef LARGE_TILES
-#define CASES(TYPE) CASE(TYPE, 1, 4) TEN(TYPE, 1) TEN(TYPE, 2)
+#define CASES(TYPE) CASE(TYPE, 1, 4) CASE(TYPE, 1, 3) TEN(TYPE, 1) TEN(TYPE, 2)
 #else
-#define CASES(TYPE) CASE(TYPE, 1, 4) CASE(TYPE, 2, 2) SIX(TYPE, 1)
+#define CASES(TYPE) CASE(TYPE, 1, 4) CASE(TYPE, 1, 3) CASE(TYPE, 1, 2) CASE(TYPE, 2, 2) SIX(TYPE, 1)
 #endif
 
 #define TILE_OF(NAME, TYPE)                                                                                            \
-    static void NAME(int rows, int panels, const float *x, long K, const char *w, long panel_bytes, const char *ahead, \
-                     long pace, int fresh, const float *bias, float *out, long stride) {                               \
+    static void NAME(int rows, int panels, const float *x, long K, const char *w, long row_bytes, long panel_bytes,    \
+                     struct ahead ahead, int fresh, const float *bias, float *out, long stride) {                      \
         switch (16 * panels + rows) { CASES(TYPE) }                                                                    \
     }
 
@@ -189,32 +222,48 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
     const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;
     x += begin * stride;
     packed += begin * K;
-    for (long k = 0; k < K; k++)
+    if (rows == 1) {
+        memcpy(packed, x, K * sizeof(float));
+        return;
+    }
+    long k = 0;
+    /* Eight columns of up to eight rows at a time. What is stored beyond the rows is overwritten by what follows. */
+    for (; k + 16 <= K; k += 8)
+        for (long first = (rows - 1) / 8 * 8; first >= 0; first -= 8) {
+            v8 from[8], columns[8];
+            UNROLL for (int i = 0; i < 8; i++)
+                from[i] = floats(x + (first + i < rows ? first + i : rows - 1) * stride + k);
+            transpose(from, columns);
+            UNROLL for (int i = 0; i < 8; i++) memcpy(packed + (k + i) * rows + first, columns + i, 32);
+        }
+    for (packed += k * rows; k < K; k++)
         for (long r = 0; r < rows; r++) *packed++ = x[r * stride + k];
 }
 
-/* Products of M packed rows with `panels` panels, for the outputs from `first` on, of which there are N. See `tile`. A
-   single tile prefetches what it needs next. Of several tiles, each prefetches its share of the next panel, because
-   only the first tile waits for this panel. */
+/* Products of M packed rows with `panels` panels, for the outputs from `first` on, of which there are N. See `tile`.
+   Of what is ahead, each tile prefetches a share. If `next` is NULL, that is more of the weights: a single tile
+   prefetches what it needs next, and several the next panel, because only the first tile waits for this panel. */
 #define PANELS_OF(NAME, TILE_NAME, TYPE)                                                                               \
-    static void NAME(const float *x, long M, long K, const char *w, long panel_bytes, long panels, int fresh,          \
-                     const float *bias, float *out, long N, long first) {                                              \
-        const long row_bytes = PANEL * size_of(TYPE), all = tiles_of(M);                                               \
-        const long most = M == 1 ? GROUP : M == 2 ? 2 : BESIDE;                                                        \
+    static void NAME(const float *x, long M, long K, const char *w, long row_bytes, long panel_bytes, long panels,     \
+                     const struct ahead *next, int fresh, const float *bias, float *out, long N, long first) {         \
+        const long all = tiles_of(M), most = M == 1 ? GROUP : M == 2 ? 2 : BESIDE;                                     \
         for (long p = 0, wide; p < panels; p += wide, first += wide * PANEL) {                                         \
-            wide = most <= panels - p ? most : 1;                                                                      \
-            const char *at = w + p * panel_bytes, *ahead = all == 1 ? at + AHEAD : at + wide * panel_bytes;            \
-            const long pace = wide == GROUP ? 0 : row_bytes / all, num = N - first;                                    \
-            for (long t = 0; t < all; t++, ahead += K * pace) {                                                        \
+            wide = most <= panels - p ? most : panels - p;                                                             \
+            const char *at = w + p * panel_bytes;                                                                      \
+            struct ahead ahead = {all == 1 ? at + AHEAD : at + wide * panel_bytes, row_bytes / all, panel_bytes};      \
+            if (!next && wide == GROUP) ahead.row = 0;                                                                 \
+            if (next) ahead = (struct ahead){next->at + p * next->panel, next->row / all, next->panel};                \
+            const long num = N - first;                                                                                \
+            for (long t = 0; t < all; t++, ahead.at += K * ahead.row) {                                                \
                 const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;                              \
                 const float *from = x + begin * K, *more = bias ? bias + first : NULL;                                 \
                 float *to = out + begin * N + first, room[TILE_SIZE > GROUP * PANEL ? TILE_SIZE : GROUP * PANEL];      \
                 if (num >= wide * PANEL) {                                                                             \
-                    TILE_NAME(rows, wide, from, K, at, panel_bytes, ahead, pace, fresh, more, to, N);                  \
+                    TILE_NAME(rows, wide, from, K, at, row_bytes, panel_bytes, ahead, fresh, more, to, N);             \
                     continue;                                                                                          \
                 }                                                                                                      \
                 for (long r = 0; r < rows && !fresh; r++) memcpy(room + r * wide * PANEL, to + r * N, num * 4);        \
-                TILE_NAME(rows, wide, from, K, at, panel_bytes, ahead, pace, fresh, NULL, room, wide * PANEL);         \
+                TILE_NAME(rows, wide, from, K, at, row_bytes, panel_bytes, ahead, fresh, NULL, room, wide * PANEL);    \
                 for (long r = 0; r < rows; r++)                                                                        \
                     for (long i = 0; i < num; i++)                                                                     \
                         to[r * N + i] = room[r * wide * PANEL + i] + (more ? more[i] : 0);                             \
@@ -225,6 +274,13 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
 PANELS_OF(panels_float32, tile_float32, F32)
 PANELS_OF(panels_bfloat16, tile_bfloat16, BF16)
 PANELS_OF(panels_float16, tile_float16, F16)
+
+INLINE void panels_of(int type, const float *x, long M, long K, const char *w, long row_bytes, long panel_bytes,
+                      long panels, const struct ahead *next, int fresh, float *out, long N, long first) {
+    if (type == F32) panels_float32(x, M, K, w, row_bytes, panel_bytes, panels, next, fresh, NULL, out, N, first);
+    if (type == BF16) panels_bfloat16(x, M, K, w, row_bytes, panel_bytes, panels, next, fresh, NULL, out, N, first);
+    if (type == F16) panels_float16(x, M, K, w, row_bytes, panel_bytes, panels, next, fresh, NULL, out, N, first);
+}
 
 /* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is
    not enough memory. Up to ROWS rows are packed at a time, and DEPTH input features of each if they have more than stay
@@ -246,9 +302,9 @@ PANELS_OF(panels_float16, tile_float16, F16)
                 _Pragma("omp for schedule(static)")                                                                    \
                 for (long g = 0; g < groups; g++) {                                                                    \
                     const long p = GROUP * g, wide = panels - p < GROUP ? panels - p : GROUP;                          \
-                    const char *at = w + (p * K + k) * PANEL * size_of(TYPE);                                          \
-                    PANELS_NAME(M == 1 ? x : packed, rows, num, at, K * PANEL * size_of(TYPE), wide, k == 0,           \
-                                k + num == K ? bias : NULL, out + m * N, N, PANEL * p);                                \
+                    const long row_bytes = PANEL * size_of(TYPE);                                                      \
+                    PANELS_NAME(M == 1 ? x : packed, rows, num, w + (p * K + k) * row_bytes, row_bytes, K * row_bytes, \
+                                wide, NULL, k == 0, k + num == K ? bias : NULL, out + m * N, N, PANEL * p);            \
                 }                                                                                                      \
             }                                                                                                          \
         return 0;                                                                                                      \
@@ -262,12 +318,15 @@ LINEAR(baton_linear_float16, panels_float16, F16)
 
 INLINE float sum_of(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
-typedef int32_t i32x8 __attribute__((vector_size(32)));
+/* The larger numbers, those of `old` where `each` has NaN. */
+INLINE v8 larger(v8 each, v8 old) {
+    for (int lane = 0; lane < 8; lane++) old[lane] = each[lane] > old[lane] ? each[lane] : old[lane]; /* one maxps */
+    return old;
+}
 
 /* e^x for x <= 0, within 3 units in the last place (Cody and Waite's reduction, a polynomial of degree 6). */
 INLINE v8 exp_of(v8 x) {
-    const i32x8 low = x < splat(-87.0f);
-    x = (v8)((low & (i32x8)splat(-87.0f)) | (~low & (i32x8)x));
+    x = larger(splat(-87.0f), x);
     v8 shifted = x * splat(1.44269504f) + splat(12582912.0f); /* 1.5 * 2^23: rounds to an integer in the low bits */
     i32x8 n = (i32x8)shifted - (i32x8)splat(12582912.0f);
     v8 whole = shifted - splat(12582912.0f);
@@ -281,26 +340,6 @@ INLINE v8 exp_of(v8 x) {
     return y * (v8)((n + 127) << 23); /* a NaN stays one */
 }
 
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i32x8){__VA_ARGS__})
-
-/* Swap the rows and columns of eight vectors. */
-INLINE void transpose(const v8 *x, v8 *y) {
-    v8 two[8], four[8];
-    UNROLL for (int i = 0; i < 8; i += 2) {
-        two[i] = SHUFFLE(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        two[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    UNROLL for (int i = 0; i < 8; i++) {
-        const v8 *from = two + i / 4 * 4 + i % 4 / 2;
-        four[i] = i % 2 ? SHUFFLE(from[0], from[2], 2, 3, 10, 11, 6, 7, 14, 15)
-                        : SHUFFLE(from[0], from[2], 0, 1, 8, 9, 4, 5, 12, 13);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        y[i] = SHUFFLE(four[i], four[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        y[i + 4] = SHUFFLE(four[i], four[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-}
-
 /* Properties of the cache that all tokens of a step and layer have in common. */
 struct cache {
     const char *layer;     /* the layer's part of the first head of block 0: [2, block_size, head_dim] */
@@ -311,21 +350,27 @@ struct cache {
     float scale;
 };
 
-/* `load_pair` gives the even ones of 16 adjacent bf16 numbers first. `gather` brings them back into their order, and
-   multiplies them by a factor. */
+/* The dimensions of whole panels. */
+INLINE long dims_of(long D) { return (D + PANEL - 1) / PANEL * PANEL; }
+
+/* `load_pair` gives the even ones of 16 adjacent bf16 numbers first. `gather` brings D numbers back into their order,
+   and multiplies them by a factor. */
 INLINE void gather(int type, const float *from, long D, float factor, float *to) {
     for (long d = 0; d < D; d += 16)
         for (long i = 0; i < 16 && d + i < D; i++)
-            to[d + i] = from[d + (type == BF16 && D - d >= 16 ? i / 2 + i % 2 * 8 : i)] * factor;
+            to[d + i] = from[d + (type == BF16 ? i / 2 + i % 2 * 8 : i)] * factor;
 }
 
 enum { SLOTS = 32 }; /* slots whose keys are unpacked at a time */
 
-/* Unpack the dimensions `[d, d + num)`, 8 or 16 of them, of eight slots, to `[dimension][SLOTS]`. */
-INLINE void load_slots(int type, const char *k, long D, long d, int num, float *to) {
+/* Unpack the dimensions `[d, d + num)`, 8 or 16 of them, of eight slots, to the rows of a panel. Meanwhile prefetch
+   half as much of the slots at `next`. */
+INLINE void load_slots(int type, const char *k, long D, long d, int num, const char *next, float *to) {
     const long step = D * size_of(type);
     const int words = type == BF16 && num == 16; /* pairs of numbers change places before they are widened */
     k += d * size_of(type);
+    const long half_bytes = 4 * num * size_of(type);
+    for (long i = 0; next && i < half_bytes; i += 64) __builtin_prefetch(next + 4 * d * size_of(type) + i, 0, 2);
     v8 rows[8], columns[8];
     for (int half = 0; half < (words ? 1 : num / 8); half++) {
         UNROLL for (int s = 0; s < 8; s++) {
@@ -335,65 +380,40 @@ INLINE void load_slots(int type, const char *k, long D, long d, int num, float *
         transpose(rows, columns);
         UNROLL for (int i = 0; i < 8; i++) {
             if (words) load_pair((const char *)(columns + i), BF16, columns + i, rows + i);
-            memcpy(to + (words ? 2 * i : 8 * half + i) * SLOTS, columns + i, 32);
-            if (words) memcpy(to + (2 * i + 1) * SLOTS, rows + i, 32);
+            memcpy(to + (words ? 2 * i : 8 * half + i) * PANEL, columns + i, 32);
+            if (words) memcpy(to + (2 * i + 1) * PANEL, rows + i, 32);
         }
     }
 }
 
-/* Prefetch memory that will be read soon. Call this for small pieces between computations, because many requests at
-   once would stall. */
-INLINE void ask_for(const char *p, long bytes) {
-    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
-
-/* Scores of `rows` queries, D apart, against 8 * `groups` slots of unpacked keys, `[D][SLOTS]`. A score is one chain of
-   additions in the order of the dimensions, as for the tokens of a chunk. */
-INLINE void score(int rows, int groups, const float *q, long D, const float *keys, float *out) {
-    v8 sums[2][SLOTS / 8];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int g = 0; g < groups; g++) sums[r][g] = splat(0);
-    for (long d = 0; d < D; d++)
-        UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int g = 0; g < groups; g++) sums[r][g] += q[r * D + d] * floats(keys + d * SLOTS + 8 * g);
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int g = 0; g < groups; g++) memcpy(out + r * SLOTS + 8 * g, &sums[r][g], 32);
-}
-
-/* Scores of `rows` queries against `num` slots of a block, in which `left` slots are left. The scores of each query go
-   to its row of `out`, `size` apart. Meanwhile prefetch as many bytes at `ahead`, unless that is NULL. */
-INLINE void scores_of(int type, const float *q, long rows, long D, const char *k, long num, long left,
-                      const char *ahead, float *keys, float *out, long size) {
-    const long step = D * size_of(type);
+/* Scores of the packed queries of `rows` heads against `num` slots of a block, in which `left` slots are left, to
+   `out + first` for the first head and `size` numbers later for the next. A score is one chain of additions in the
+   order of the dimensions, as for the tokens of a chunk. Meanwhile prefetch as many bytes at `next`, unless that is
+   NULL: half of them while keys are unpacked, and half during the products, because many requests at once would
+   stall. */
+INLINE void scores_of(int type, const float *queries, long rows, long D, const char *k, long num, long left,
+                      const char *next, float *keys, float *out, long size, long first) {
+    const long step = D * size_of(type), width = PANEL * sizeof(float);
     for (long s = 0, some; s < num; s += some) {
         some = num - s < SLOTS ? num - s : SLOTS;
         for (long g = 0; g < some; g += 8) {
             char last[8 * MAX_HEAD_DIM * sizeof(float)]; /* the last slots of a block, if fewer than eight */
             const char *at = k + (s + g) * step;
-            if (ahead) ask_for(ahead + (s + g) * step, (some - g < 8 ? some - g : 8) * step);
+            float *to = keys + g / PANEL * PANEL * D + g % PANEL;
             if (left - s - g < 8) {
                 memset(last, 0, 8 * step);
                 memcpy(last, at, (some - g) * step);
                 at = last;
             }
             long d = 0;
-            for (; d + 16 <= D; d += 16) load_slots(type, at, D, d, 16, keys + d * SLOTS + g);
-            if (d < D) load_slots(type, at, D, d, 8, keys + d * SLOTS + g);
+            const char *near = next ? next + s * step + g * step / 2 : NULL;
+            for (; d + 16 <= D; d += 16) load_slots(type, at, D, d, 16, near, to + d * PANEL);
+            if (d < D) load_slots(type, at, D, d, 8, near, to + d * PANEL);
         }
-        float found[2 * SLOTS];
-        for (long r = 0; r < rows; r += 2) {
-            const int two = r + 1 < rows;
-            if (some > 24) {
-                if (two) score(2, 4, q + r * D, D, keys, found);
-                else score(1, 4, q + r * D, D, keys, found);
-            } else {
-                for (long g = 0; g < some; g += 8) {
-                    if (two) score(2, 1, q + r * D, D, keys + g, found + g);
-                    else score(1, 1, q + r * D, D, keys + g, found + g);
-                }
-            }
-            for (int i = 0; i <= two; i++) memcpy(out + (r + i) * size + s, found + i * SLOTS, some * sizeof(float));
-        }
+        const long row = next ? PANEL / 2 * size_of(type) : 0;
+        const struct ahead ahead = {next ? next + s * step + some * step / 2 : NULL, row, row * D};
+        panels_of(F32, queries, rows, D, (const char *)keys, width, D * width, (some + PANEL - 1) / PANEL, &ahead, 1,
+                  out, size, first + s);
     }
 }
 
@@ -401,12 +421,12 @@ INLINE void scores_of(int type, const float *q, long rows, long D, const char *k
    over their sum. Scores beyond `num` become too small to count. */
 INLINE float softmax(float *row, long num, long size) {
     for (long s = num; s < size; s++) row[s] = -__builtin_inff();
-    v8 most = floats(row);
-    for (long s = 8; s < size; s += 8) {
-        v8 x = floats(row + s);
-        i32x8 more = x > most;
-        most = (v8)((more & (i32x8)x) | (~more & (i32x8)most));
+    v8 most = floats(row), other = most;
+    for (long s = 8; s + 8 < size; s += 16) {
+        most = larger(floats(row + s), most);
+        other = larger(floats(row + s + 8), other);
     }
+    most = larger(floats(row + size - 8), larger(other, most));
     float top = most[0];
     for (int i = 1; i < 8; i++) top = most[i] > top ? most[i] : top;
     v8 total = splat(0);
@@ -418,49 +438,22 @@ INLINE float softmax(float *row, long num, long size) {
     return 1.0f / sum_of(total);
 }
 
-/* Add `num` slots' values, weighted, to `width` vectors of the sums of `rows` queries, D apart. Meanwhile prefetch the
-   values at `ahead`, unless that is NULL. */
-INLINE void weigh(int rows, int width, int type, const char *v, long D, long num, const char *ahead,
-                  const float *weights, long size, float *sums) {
-    const long step = D * size_of(type);
-    v8 held[4][8];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int i = 0; i < width; i++) held[r][i] = floats(sums + r * D + 8 * i);
-    for (long s = 0; s < num; s++, v += step) {
-        v8 parts[8];
-        if (ahead) ask_for(ahead + s * step, step);
-        if (width == 1) parts[0] = load(v, type);
-        UNROLL for (int i = 0; i + 1 < width; i += 2)
-            load_pair(v + 8 * i * size_of(type), type, parts + i, parts + i + 1);
-        UNROLL for (int r = 0; r < rows; r++) {
-            v8 weight = splat(weights[r * size + s]);
-            UNROLL for (int i = 0; i < width; i++) held[r][i] += weight * parts[i];
-        }
+/* Add `num` slots' values, weighted, to the sums of `rows` heads, unless they are `fresh`. `packed` has room for the
+   weights, and then for the last dimensions of the values, if these are no whole panel. Meanwhile prefetch as many
+   bytes at `next`, unless that is NULL. */
+INLINE void weigh(int type, const float *weights, long size, long rows, long D, const char *v, long num,
+                  const char *next, float *packed, int fresh, float *sums) {
+    const long step = D * size_of(type), width = PANEL * size_of(type), panels = D / PANEL, row_size = dims_of(D);
+    char *last = (char *)(packed + rows * num);
+    for (long t = 0; t < tiles_of(rows); t++) pack_tile(weights, rows, t, size, num, packed);
+    const struct ahead ahead = {next, next ? width : 0, num * width};
+    panels_of(type, packed, rows, num, v, step, width, panels, &ahead, fresh, sums, row_size, 0);
+    if (D % PANEL == 0) return;
+    for (long s = 0; s < num; s++) {
+        memcpy(last + s * width, v + s * step + panels * width, width / 2);
+        memset(last + s * width + width / 2, 0, width / 2);
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int i = 0; i < width; i++) store((char *)(sums + r * D + 8 * i), held[r][i], F32);
-}
-
-/* Call `weigh` for all dimensions of the sums of `rows` queries, for as many at a time as fit into registers. */
-INLINE void weigh_all(int rows, int type, const char *v, long D, long num, const char *ahead, const float *weights,
-                      long size, float *sums) {
-    long d = 0;
-#define WEIGH(W)                                                                                                       \
-    for (; rows * W <= 8 && d + 8 * W <= D; d += 8 * W)                                                                \
-        weigh(rows, W, type, v + d * size_of(type), D, num, d ? NULL : ahead, weights, size, sums + d);
-    WEIGH(8) WEIGH(6) WEIGH(4) WEIGH(2) WEIGH(1)
-#undef WEIGH
-}
-
-/* Call `weigh_all` for as many queries at a time as share what is loaded. */
-INLINE void weigh_rows(int type, long rows, const char *v, long D, long num, const char *ahead, const float *weights,
-                       long size, float *sums) {
-    long r = 0;
-#define ROWS_OF(R)                                                                                                     \
-    for (; r + R <= rows; r += R, ahead = NULL)                                                                        \
-        weigh_all(R, type, v, D, num, ahead, weights + r * size, size, sums + r * D);
-    ROWS_OF(4) ROWS_OF(2) ROWS_OF(1)
-#undef ROWS_OF
+    panels_of(type, packed, rows, num, last, width, width, 1, NULL, fresh, sums, row_size, panels * PANEL);
 }
 
 /* The keys of a head in a block; its values follow them. */
@@ -474,9 +467,12 @@ INLINE const char *keys_of(const struct cache *c, int64_t block, long head) {
 INLINE void attend(int type, const struct cache *c, const float *q, const int64_t *table, long first, long heads,
                    long begin, long end, float *room, long size, float *out) {
     const long D = c->head_dim, G = c->group, rows = heads * G, step = D * size_of(type), bytes = c->block_size * step;
-    float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D, *keys = sums + rows * D;
+    float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D, *scaled = sums;
+    float *keys = sums + rows * dims_of(D), *packed = keys; /* first the keys of some slots, then weights */
     const long base = begin / 8 * 8; /* weights are summed in eight chains, by position, as in a chunk */
-    for (long i = 0; i < rows * D; i++) queries[i] = q[i] * c->scale;
+    for (long i = 0; i < rows * D; i++) scaled[i] = q[i] * c->scale;
+    for (long h = 0; h < heads; h++)
+        for (long t = 0; t < tiles_of(G); t++) pack_tile(scaled + h * G * D, G, t, D, D, queries + h * G * D);
     /* Do `DO` for the slots of each head in each block, in the keys or in the values, which are `WHERE` bytes behind
        the keys. `num` slots of this block are used, and `rest` are left in it. */
 #define EACH(WHERE, DO)                                                                                                \
@@ -484,27 +480,27 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
         const long rest = c->block_size - s % c->block_size, block = s / c->block_size;                                \
         num = rest < end - s ? rest : end - s;                                                                         \
         for (long h = 0; h < heads; h++) {                                                                             \
-            const char *slots = keys_of(c, table[block], first + h) + WHERE + s % c->block_size * step, *ahead = NULL; \
-            if (h + 1 < heads) ahead = slots + c->head_bytes;                                                          \
-            else if (s + num < end) ahead = keys_of(c, table[block + 1], first) + WHERE;                               \
-            float *of_head = scores + h * G * size + s - base;                                                         \
+            const char *slots = keys_of(c, table[block], first + h) + WHERE + s % c->block_size * step, *next = NULL;  \
+            if (h + 1 < heads) next = slots + c->head_bytes;                                                           \
+            else if (s + num < end) next = keys_of(c, table[block + 1], first) + WHERE;                                \
+            float *of_head = scores + h * G * size;                                                                    \
             DO;                                                                                                        \
         }                                                                                                              \
     }
-#define SCORE scores_of(type, queries + h * G * D, G, D, slots, num, rest, ahead, keys, of_head, size)
-#define WEIGH weigh_rows(type, G, slots, D, num, ahead, of_head, size, sums + h * G * D)
+#define SCORE scores_of(type, queries + h * G * D, G, D, slots, num, rest, next, keys, of_head, size, s - base)
+#define WEIGH                                                                                                          \
+    weigh(type, of_head + s - base, size, G, D, slots, num, next, packed, s == begin, sums + h * G * dims_of(D))
     EACH(0, SCORE)
     float factors[rows];
     for (long r = 0; r < rows; r++) {
         for (long s = base; s < begin; s++) scores[r * size + s - base] = -__builtin_inff();
         factors[r] = softmax(scores + r * size, end - base, (end - base + 7) / 8 * 8);
     }
-    memset(sums, 0, rows * D * sizeof(float));
     EACH(bytes, WEIGH)
 #undef EACH
 #undef SCORE
 #undef WEIGH
-    for (long r = 0; r < rows; r++) gather(type, sums + r * D, D, factors[r], out + r * D);
+    for (long r = 0; r < rows; r++) gather(type, sums + r * dims_of(D), D, factors[r], out + r * D);
 }
 
 /* Attention of single tokens: out `[N, H, D]` for queries `[H, D]` in rows `q_stride` apart. Token i is the last of
@@ -524,7 +520,8 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
             long i = item / parts, part = item % parts, end = lens[i];                                                 \
             long first = part * kv_heads / parts, heads = (part + 1) * kv_heads / parts - first;                       \
             long begin = window && end > window ? end - window : 0, size = (end - begin / 8 * 8 + 7) / 8 * 8;          \
-            float *room = room_for(heads * group * (size + 2 * head_dim) + SLOTS * head_dim);                          \
+            const long dims = dims_of(head_dim), packed = (group + PANEL) * block_size, keys = SLOTS * head_dim;       \
+            float *room = room_for(heads * group * (size + head_dim + dims) + (keys > packed ? keys : packed));        \
             if (!room) {                                                                                               \
                 failed = 1;                                                                                            \
                 continue;                                                                                              \
@@ -568,7 +565,7 @@ INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, lo
 static void attend_tile(const struct cache *c, const float *q, long q_stride, long head, long start, long begin,
                         long end, long first, long window, const float *keys, const float *values, long size,
                         float *room, float *out) {
-    const long D = c->head_dim, G = c->group, width = c->kv_heads * G * D, num = end - begin;
+    const long D = c->head_dim, G = c->group, num = end - begin, width = PANEL * sizeof(float);
     const long seen = start + (end - 1) / G + 1 - first, panels = (seen + PANEL - 1) / PANEL, row_size = panels * PANEL;
     float *scores = room, *queries = scores + num * row_size, *sums = queries + num * D, *factors = sums + num * D;
     float *packed = factors + num;
@@ -577,7 +574,7 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
         for (long d = 0; d < D; d++) queries[r * D + d] = from[d] * c->scale;
     }
     for (long t = 0; t < tiles_of(num); t++) pack_tile(queries, num, t, D, D, packed);
-    panels_float32(packed, num, D, (const char *)keys, D * PANEL * 4, panels, 1, NULL, scores, row_size, 0);
+    panels_of(F32, packed, num, D, (const char *)keys, width, D * width, panels, NULL, 1, scores, row_size, 0);
     for (long r = 0; r < num; r++) {
         const long stop = start + (begin + r) / G + 1 - first, low = window && stop > window ? stop - window : 0;
         const long whole = low / 8 * 8;
@@ -590,11 +587,11 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
     for (long s = 0, deep; s < row_size; s += deep) {
         deep = row_size - s < DEPTH ? row_size - s : DEPTH;
         for (long t = 0; t < tiles_of(num); t++) pack_tile(scores + s, num, t, row_size, deep, packed);
-        panels_float32(packed, num, deep, (const char *)(values + s * PANEL), size * PANEL * 4, (D + PANEL - 1) / PANEL,
-                       s == 0, NULL, sums, D, 0);
+        panels_of(F32, packed, num, deep, (const char *)(values + s * PANEL), width, size * width, dims_of(D) / PANEL,
+                  NULL, s == 0, sums, D, 0);
     }
     for (long r = 0; r < num; r++) {
-        float *to = out + (begin + r) / G * width + (head * G + (begin + r) % G) * D;
+        float *to = out + ((begin + r) / G * c->kv_heads * G + head * G + (begin + r) % G) * D;
         for (long d = 0; d < D; d++) to[d] = sums[r * D + d] * factors[r];
     }
 }
@@ -610,7 +607,7 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
         const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};         \
         const long first = window && start + 1 > window ? (start + 1 - window) / PANEL * PANEL : 0, end = start + N;   \
         const long panels = (end - first + PANEL - 1) / PANEL, size = panels * PANEL, rows = N * group;                \
-        const long dims = (head_dim + PANEL - 1) / PANEL * PANEL, tiles = (rows + QUERIES - 1) / QUERIES;              \
+        const long dims = dims_of(head_dim), tiles = (rows + QUERIES - 1) / QUERIES;                                   \
         float *keys = aligned_alloc(64, size * (head_dim + dims) * sizeof(float)), *values = keys + size * head_dim;   \
         if (!keys) return 1;                                                                                           \
         int failed = 0;                                                                                                \
@@ -743,12 +740,6 @@ void baton_silu_mul(const float *gate_up, long T, long F, float *out, int thread
         const v8 last = silu_of(floats(rest));
         for (long j = i; j < F; j++) out[t * F + j] = last[j - i] * up[j];
     }
-}
-
-/* The larger numbers, those of `old` where `each` has NaN. */
-INLINE v8 larger(v8 each, v8 old) {
-    for (int lane = 0; lane < 8; lane++) old[lane] = each[lane] > old[lane] ? each[lane] : old[lane]; /* one maxps */
-    return old;
 }
 
 /* The largest number of x `[num]`, of which none are NaN or `sum` becomes NaN. `num` is a multiple of 32. */
