@@ -36,7 +36,8 @@ enum {
     DEPTH = 512,  /* most of their input features */
     MAX_HEAD_DIM = 512,
     PART = 512,  /* numbers of a row among which the largest one is looked for */
-    AHEAD = 4096, /* bytes by which weights are prefetched before their use */
+    PANEL_BYTES = 1 << 17, /* most bytes of a panel that are prefetched before their use */
+    STREAMS = 4, /* places from which memory is prefetched in turn: a core reads several streams faster than one */
 };
 
 INLINE long size_of(int type) { return type == F32 ? 4 : 2; }
@@ -152,29 +153,35 @@ INLINE void load_panel(const char *p, int type, lane *parts) {
 #endif
 }
 
-/* Memory that will be needed soon: at every `row` bytes from `at`, for each panel beside the others. */
+/* Memory that will be needed soon: STREAMS parts, `apart` bytes from each other. For each row of each panel, `pace`
+   bytes are prefetched, from each part in turn. */
 struct ahead {
     const char *at;
-    long row, panel;
+    long apart, pace;
 };
 
 /* Products of `rows` rows of x, packed as `[K][rows]`, with K rows, `row_bytes` apart, of each of `panels` panels,
-   `panel_bytes` apart. They are added to `out`, in rows `stride` apart, unless `fresh`. Meanwhile prefetch what is
-   ahead, unless its rows have 0 bytes. At last add the bias, unless it is NULL. */
+   `panel_bytes` apart. They are added to `out`, in rows `stride` apart, unless `fresh`. At last add the bias, unless it
+   is NULL. */
 INLINE void tile(int rows, int panels, int type, const float *x, long K, const char *w, long row_bytes,
                  long panel_bytes, struct ahead ahead, int fresh, const float *bias, float *out, long stride) {
     const int lanes = LANES * panels;
+    const char *next[STREAMS];
+    for (int i = 0; i < STREAMS; i++) next[i] = ahead.at + i * ahead.apart;
     lane held[TILE][LANES * GROUP];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < lanes; i++) {
             held[r][i] = (lane){0};
             if (!fresh) memcpy(&held[r][i], out + r * stride + i * LANE, sizeof(lane));
         }
-    for (long k = 0; k < K; k++, x += rows)
+    for (long k = 0; k < K; k++, x += rows, w += row_bytes)
         UNROLL for (int p = 0; p < panels; p++) {
+            const char *first = next[0];
+            __builtin_prefetch(first, 0, 2);
+            UNROLL for (int i = 0; i + 1 < STREAMS; i++) next[i] = next[i + 1];
+            next[STREAMS - 1] = first + ahead.pace;
             lane parts[LANES];
-            if (ahead.row) __builtin_prefetch(ahead.at + p * ahead.panel + k * ahead.row, 0, 2);
-            load_panel(w + p * panel_bytes + k * row_bytes, type, parts);
+            load_panel(w + p * panel_bytes, type, parts);
             UNROLL for (int i = 0; i < LANES; i++)
                 if (rows > 2) HOLD(parts[i]);
             UNROLL for (int r = 0; r < rows; r++)
@@ -241,20 +248,21 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
 }
 
 /* Products of M packed rows with `panels` panels, for the outputs from `first` on, of which there are N. See `tile`.
-   Of what is ahead, each tile prefetches a share. If `next` is NULL, that is more of the weights: a single tile
-   prefetches what it needs next, and several the next panel, because only the first tile waits for this panel. */
+   Meanwhile each tile prefetches a share of `next`, or, if that is NULL, of the next panel. A single row with several
+   panels needs none of that: the core itself reads the panels ahead. */
 #define PANELS_OF(NAME, TILE_NAME, TYPE)                                                                               \
     static void NAME(const float *x, long M, long K, const char *w, long row_bytes, long panel_bytes, long panels,     \
                      const struct ahead *next, int fresh, const float *bias, float *out, long N, long first) {         \
         const long all = tiles_of(M), most = M == 1 ? GROUP : M == 2 ? 2 : BESIDE;                                     \
+        struct ahead ahead = {w, 0, 0};                                                                                \
+        if (next) ahead = (struct ahead){next->at, next->apart, next->pace / all};                                     \
         for (long p = 0, wide; p < panels; p += wide, first += wide * PANEL) {                                         \
             wide = most <= panels - p ? most : panels - p;                                                             \
             const char *at = w + p * panel_bytes;                                                                      \
-            struct ahead ahead = {all == 1 ? at + AHEAD : at + wide * panel_bytes, row_bytes / all, panel_bytes};      \
-            if (!next && wide == GROUP) ahead.row = 0;                                                                 \
-            if (next) ahead = (struct ahead){next->at + p * next->panel, next->row / all, next->panel};                \
             const long num = N - first;                                                                                \
-            for (long t = 0; t < all; t++, ahead.at += K * ahead.row) {                                                \
+            if (!next && M > 1)                                                                                        \
+                ahead = (struct ahead){at + wide * panel_bytes, wide * K * row_bytes / STREAMS, row_bytes / all};      \
+            for (long t = 0; t < all; t++, ahead.at += wide * K / STREAMS * ahead.pace) {                              \
                 const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;                              \
                 const float *from = x + begin * K, *more = bias ? bias + first : NULL;                                 \
                 float *to = out + begin * N + first, room[TILE_SIZE > GROUP * PANEL ? TILE_SIZE : GROUP * PANEL];      \
@@ -284,11 +292,12 @@ INLINE void panels_of(int type, const float *x, long M, long K, const char *w, l
 
 /* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is
    not enough memory. Up to ROWS rows are packed at a time, and DEPTH input features of each if they have more than stay
-   in the second cache while the panels pass. */
+   in the second cache while the panels pass; or so many that a panel stays there. */
 #define LINEAR(NAME, PANELS_NAME, TYPE)                                                                                \
     int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, int threads) {      \
         const long panels = (N + PANEL - 1) / PANEL, groups = (panels + GROUP - 1) / GROUP;                            \
-        const long height = M < ROWS ? M : ROWS, depth = height * K <= ROWS * DEPTH ? K : DEPTH;                       \
+        const long height = M < ROWS ? M : ROWS, most = PANEL_BYTES / PANEL / size_of(TYPE);                           \
+        const long depth = M == 1 ? K : height * K > ROWS * DEPTH ? DEPTH : K < most ? K : most;                       \
         float *packed = M == 1 ? NULL : room_for(height * depth);                                                      \
         if (M > 1 && !packed) return 1;                                                                                \
         _Pragma("omp parallel num_threads(threads) if (threads > 1)")                                                  \
@@ -410,10 +419,10 @@ INLINE void scores_of(int type, const float *queries, long rows, long D, const c
             for (; d + 16 <= D; d += 16) load_slots(type, at, D, d, 16, near, to + d * PANEL);
             if (d < D) load_slots(type, at, D, d, 8, near, to + d * PANEL);
         }
-        const long row = next ? PANEL / 2 * size_of(type) : 0;
-        const struct ahead ahead = {next ? next + s * step + some * step / 2 : NULL, row, row * D};
-        panels_of(F32, queries, rows, D, (const char *)keys, width, D * width, (some + PANEL - 1) / PANEL, &ahead, 1,
-                  out, size, first + s);
+        const long half = some * step / 2;
+        const struct ahead ahead = {next + s * step + half, half / STREAMS, PANEL / 2 * size_of(type)};
+        panels_of(F32, queries, rows, D, (const char *)keys, width, D * width, (some + PANEL - 1) / PANEL,
+                  next ? &ahead : NULL, 1, out, size, first + s);
     }
 }
 
@@ -446,8 +455,8 @@ INLINE void weigh(int type, const float *weights, long size, long rows, long D, 
     const long step = D * size_of(type), width = PANEL * size_of(type), panels = D / PANEL, row_size = dims_of(D);
     char *last = (char *)(packed + rows * num);
     for (long t = 0; t < tiles_of(rows); t++) pack_tile(weights, rows, t, size, num, packed);
-    const struct ahead ahead = {next, next ? width : 0, num * width};
-    panels_of(type, packed, rows, num, v, step, width, panels, &ahead, fresh, sums, row_size, 0);
+    const struct ahead ahead = {next, num * step / STREAMS, width};
+    panels_of(type, packed, rows, num, v, step, width, panels, next ? &ahead : NULL, fresh, sums, row_size, 0);
     if (D % PANEL == 0) return;
     for (long s = 0; s < num; s++) {
         memcpy(last + s * width, v + s * step + panels * width, width / 2);
