@@ -100,9 +100,8 @@ def random_weights(config: ModelConfig, device: torch.device) -> Weights:
     """Weights with the standard deviation of a newly initialised model; norms are 1."""
     torch.manual_seed(0)
     weights = _allocate(config, torch.bfloat16, device, None)
-    for name, parts in _targets(config, weights):
-        for part in parts:
-            part.fill_(1.0) if "norm" in name else part.normal_(std=0.02)
+    for name, target in _targets(config, weights):
+        target.tensor.fill_(1.0) if "norm" in name else target.tensor.normal_(std=0.02)
     return weights
 
 

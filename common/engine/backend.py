@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch.nn.functional import embedding, scaled_dot_product_attention, silu
 from torch.nn.functional import rms_norm as normalize
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from common.engine.batch import Samples
 from common.engine.draw import draw
@@ -29,9 +29,6 @@ Norms = tuple[torch.Tensor, torch.Tensor]
 
 class Backend(Protocol):
     """The operations of a layer. Used by one thread."""
-
-    def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
-        """Rows of the table, `[T, E]`, in the type of the activations. They are not a view of the table."""
 
     def add_norm(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
@@ -123,10 +120,6 @@ class PlainProducts:
 class TorchBackend(PlainProducts):
     """All of it in the type of the weights, rounding where transformers does. It is what a CPU computes without kernels
     in C, and what every kernel is tested against."""
-
-    def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
-        """See `Backend.embed`."""
-        return embedding(token_ids_T, table_VE)
 
     def add_norm(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float

@@ -15,9 +15,9 @@ inputs is summed in float32 and rounded once, as hardware would do it.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
-from common.engine.native import Kernels, pack
+from common.engine.native import Kernels, pack, unpacked_rows
 
 FEW_ROWS = 16
 """Most rows of a product for which a GPU may have a kernel of its own."""
@@ -47,7 +47,7 @@ class Linear:
         row_invariant: bool = False,
     ) -> None:
         """`row_invariant`: compute with `kernels`, which a CPU must then have, although oneDNN could be faster."""
-        on_cpu = device.type == "cpu"
+        on_cpu = self._on_cpu = device.type == "cpu"
         native = multiplies_natively(dtype) and not row_invariant
         self._kernels = kernels if on_cpu and (dtype == torch.float32 or not native) else None
         stored = torch.float32 if on_cpu and not native and self._kernels is None else dtype
@@ -60,14 +60,26 @@ class Linear:
         self._stored = stored
         self._packed: torch.Tensor | None = None
 
+    @property
+    def for_onednn(self) -> bool:
+        """Whether `pack` lets oneDNN choose a layout, whose rows cannot be read."""
+        return self._kernels is None and self._on_cpu and self._stored != torch.float32
+
     def pack(self) -> None:
-        """Convert the loaded weight to its final representation. The weight cannot be read any more afterwards."""
+        """Convert the loaded weight to its final representation. `weight` may be gone afterwards."""
         if self._kernels is not None:
             self._packed = pack(self.weight)
             self.bias = None if self.bias is None else self.bias.float()
             del self.weight
-        elif self.weight.device.type == "cpu" and self._stored != torch.float32:
+        elif self.for_onednn:
             self.pack_for_onednn()
+
+    def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
+        """Copy rows of the weight, `[T, in]`. Not if it is `for_onednn`."""
+        if self._kernels is None:
+            return embedding(rows_T, self.weight)
+        assert self._packed is not None, "the weight has not been packed"
+        return unpacked_rows(self._packed, rows_T)
 
     def pack_for_onednn(self) -> None:
         """Let oneDNN choose the layout of the weight."""

@@ -25,7 +25,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self._weights = weights
-        self._rope = Rope(config.rope, config.head_dim, config.max_sequence_tokens, weights.embedding.device)
+        self._rope = Rope(config.rope, config.head_dim, config.max_sequence_tokens, weights.final_norm.device)
 
     def forward(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> torch.Tensor:
         """Compute the batch's tokens, store their KV, and return the logits `[R, V]` of `batch.logit_rows_R`."""
@@ -35,7 +35,7 @@ class Decoder:
         """Compute the batch's tokens, and store their KV. Returns the hidden states before the final norm."""
         config, eps = self.config, self.config.rms_norm_eps
         cache.clear(batch.begun_blocks)
-        h_TE = backend.embed(batch.token_ids_T, self._weights.embedding)
+        h_TE = self._weights.embed(batch.token_ids_T)
         angles = backend.angles(self._rope, batch.positions_T, h_TE.dtype)
         delta_TE: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):

@@ -4,7 +4,8 @@ may be missing or unexpected."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.functional import embedding
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import DTYPE_BYTES
@@ -48,11 +50,25 @@ class LayerWeights:
 class Weights:
     """The weights of a decoder."""
 
-    embedding: torch.Tensor
+    embedding: torch.Tensor | None
+    """None if the rows of `lm_head` are the embeddings."""
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     lm_head: Linear
-    """A copy of `embedding` if the two are tied: `embedding` is read by rows, and this is packed for products."""
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Copy the tokens' embeddings, `[T, E]`, in the type of the activations."""
+        table = self.embedding
+        rows_TE = self.lm_head.rows(token_ids_T) if table is None else embedding(token_ids_T, table)
+        return rows_TE.to(self.final_norm.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a tensor of a checkpoint fills: a tensor, often a part of a linear's."""
+
+    tensor: torch.Tensor
+    linear: Linear | None = None
 
 
 def load_weights(
@@ -69,30 +85,44 @@ def load_weights(
 
     Raises `OperatorError`, naming tensors, if one is missing, unexpected or of the wrong shape, or a file is damaged.
     """
-    weights = _allocate(config, TORCH_DTYPES[dtype], device, kernels, row_invariant)
-    targets = dict(_targets(config, weights))
     files = {n: file for n, file in _files_by_tensor(folder).items() if not n.endswith("rotary_emb.inv_freq")}
-    if config.tie_word_embeddings:
-        # As in transformers: if one of the pair is absent, the other stands for both. If both are there, each is used.
-        for absent, present in (_PAIR, _PAIR[::-1]):
-            if absent not in files and present in files:
-                targets[present] += targets.pop(absent)
+    of_pair = [name for name in _PAIR if name in files]
+    shared = config.tie_word_embeddings and len(of_pair) == 1
+    weights = _allocate(config, TORCH_DTYPES[dtype], device, kernels, row_invariant, shared=shared)
+    # As in transformers: if one of a tied pair is absent, the other stands for both.
+    stands_for = dict.fromkeys(_PAIR, of_pair[0]) if shared else {}
+    targets = _by_tensor(_targets(config, weights), stands_for)
     _require_none(folder, "lacks", targets.keys() - files.keys())
     _require_none(folder, "has unexpected", files.keys() - targets.keys())
+    missing = Counter(each.linear for of_name in targets.values() for each in of_name if each.linear is not None)
     for done, (name, tensor) in enumerate(_tensors(files), start=1):
-        for target in targets[name]:
-            if tensor.shape != target.shape:
-                raise OperatorError(
-                    f"{folder}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(target.shape)}"
-                )
-            target.copy_(tensor)
+        _fill(folder, name, tensor, targets[name])
+        # Nothing may refer to a loaded weight once it is packed: it would take its memory twice until the last one is.
+        for linear in [each.linear for each in targets.pop(name) if each.linear is not None]:
+            missing[linear] -= 1
+            if not missing[linear]:
+                linear.pack()
         if progress is not None:
             progress(done, len(files))
-    for layer in weights.layers:
-        for projection in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            projection.pack()
-    weights.lm_head.pack()
     return weights
+
+
+def _by_tensor(targets: Iterable[tuple[str, _Target]], stands_for: Mapping[str, str]) -> dict[str, list[_Target]]:
+    """What each tensor fills; one may stand for another."""
+    found: dict[str, list[_Target]] = {}
+    for name, target in targets:
+        found.setdefault(stands_for.get(name, name), []).append(target)
+    return found
+
+
+def _fill(folder: Path, name: str, tensor: torch.Tensor, targets: list[_Target]) -> None:
+    for each in targets:
+        if tensor.shape != each.tensor.shape:
+            raise OperatorError(
+                f"{folder}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
+                f"{list(each.tensor.shape)}"
+            )
+        each.tensor.copy_(tensor)
 
 
 def resolve_dtype(config: ModelConfig, folder: Path, dtype: str) -> str:
@@ -120,8 +150,11 @@ def _allocate(
     device: torch.device,
     kernels: Kernels | None,
     row_invariant: bool = False,
+    *,
+    shared: bool = False,
 ) -> Weights:
-    """Weights of the right shapes, uninitialised."""
+    """Weights of the right shapes, uninitialised. If one tensor is `shared` by the embedding and the head, there is no
+    table of embeddings, unless the head's rows cannot be read."""
 
     def vector(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype if kernels is None else torch.float32, device=device)
@@ -139,8 +172,10 @@ def _allocate(
 
     hidden, inner = config.hidden_size, config.intermediate_size
     q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    lm_head = projection(config.vocab_size, hidden)
+    has_table = not shared or lm_head.for_onednn
     return Weights(
-        embedding=torch.empty(config.vocab_size, hidden, dtype=dtype, device=device),
+        embedding=torch.empty(config.vocab_size, hidden, dtype=dtype, device=device) if has_table else None,
         layers=tuple(
             LayerWeights(
                 input_norm=vector(hidden),
@@ -154,24 +189,25 @@ def _allocate(
             for _ in range(config.num_layers)
         ),
         final_norm=vector(hidden),
-        lm_head=projection(config.vocab_size, hidden),
+        lm_head=lm_head,
     )
 
 
-def _targets(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """For each tensor of a checkpoint: its name, and the tensors that it fills."""
-    embedding, lm_head = _PAIR
-    yield embedding, [weights.embedding]
-    yield lm_head, [weights.lm_head.weight]
-    yield "model.norm.weight", [weights.final_norm]
+def _targets(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, _Target]]:
+    """For each tensor of a checkpoint: its name, and what it fills."""
+    table, lm_head = _PAIR
+    if weights.embedding is not None:
+        yield table, _Target(weights.embedding)
+    yield lm_head, _Target(weights.lm_head.weight, weights.lm_head)
+    yield "model.norm.weight", _Target(weights.final_norm)
     q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
-        yield f"{prefix}.input_layernorm.weight", [layer.input_norm]
-        yield f"{prefix}.post_attention_layernorm.weight", [layer.mlp_norm]
+        yield f"{prefix}.input_layernorm.weight", _Target(layer.input_norm)
+        yield f"{prefix}.post_attention_layernorm.weight", _Target(layer.mlp_norm)
         if layer.qk_norms is not None:
             for name, norm in zip(("q_norm", "k_norm"), layer.qk_norms, strict=True):
-                yield f"{prefix}.self_attn.{name}.weight", [norm]
+                yield f"{prefix}.self_attn.{name}.weight", _Target(norm)
         for names, sizes, linear in (
             (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q_out, kv_out, kv_out), layer.qkv),
             (("self_attn.o_proj",), (config.hidden_size,), layer.output),
@@ -181,7 +217,7 @@ def _targets(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, list[
             for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
                 if tensor is not None:
                     for name, part in zip(names, torch.split(tensor, list(sizes)), strict=True):
-                        yield f"{prefix}.{name}.{kind}", [part]
+                        yield f"{prefix}.{name}.{kind}", _Target(part, linear)
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:

@@ -72,7 +72,7 @@ def test_a_product_is_the_reference_s_for_any_number_of_rows(
     tiled: Kernels, dtype: torch.dtype, out_features: int
 ) -> None:
     torch.manual_seed(out_features)
-    for in_features in (1, 7, 96, 1100):
+    for in_features in (1, 7, 96, 1100, 4200):
         weight = torch.randn(out_features, in_features).to(dtype)
         bias = torch.randn(out_features)
         packed = pack(weight)

@@ -23,6 +23,7 @@ from common.engine.engine import Engine, device_of
 from common.engine.engine_thread import EngineThread
 from common.engine.host_swap import Copy, HostSwap, Lane
 from common.engine.native.backend import NativeBackend
+from common.engine.rope import Angles, Rope
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
 from common.engine.token_counts import token_counts
 from common.runtime.checkpoint import weights_hash
@@ -78,9 +79,9 @@ class Late(ModelRunner):
 
                 self.best = best
 
-            def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
+            def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
                 log.append("computed")
-                return super().embed(token_ids_T, table_VE)
+                return super().angles(rope, positions_T, dtype)
 
         kernels = native.kernels()
         assert kernels is not None

@@ -10,6 +10,8 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from common.contract.errors import OperatorError
+from common.engine import linear, native
+from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.model_config import ModelConfig
 from common.engine.weights import Weights, load_weights, resolve_dtype
 
@@ -57,6 +59,8 @@ def test_shards_are_the_same_checkpoint(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(sharded)
     ours = load_weights(config, sharded, "float32", CPU, lambda done, total: seen.append((done, total)))
     theirs = load(whole)
+    assert ours.embedding is not None
+    assert theirs.embedding is not None
     assert torch.equal(ours.embedding, theirs.embedding)
     assert torch.equal(ours.lm_head.weight, theirs.lm_head.weight)
     for left, right in zip(ours.layers, theirs.layers, strict=True):
@@ -72,7 +76,47 @@ def test_a_tied_head_may_be_present_absent_or_the_only_copy(tmp_path: Path) -> N
     rewrite(folder, {"lm_head.weight": embedding})
     assert torch.equal(load(folder).lm_head.weight, embedding)
     rewrite(folder, {"model.embed_tokens.weight": None})
-    assert torch.equal(load(folder).embedding, embedding)
+    assert torch.equal(load(folder).embed(torch.arange(len(embedding))), embedding)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_tied_table_is_held_once_and_read_from_the_packed_head(tmp_path: Path, dtype: str) -> None:
+    kernels = native.kernels()
+    assert kernels is not None
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(TORCH_DTYPES[dtype])
+    weights = load_weights(ModelConfig.from_folder(folder), folder, dtype, CPU, None, kernels, row_invariant=True)
+    assert weights.embedding is None
+    tokens_T = torch.randperm(len(embedding))
+    assert torch.equal(weights.embed(tokens_T), embedding[tokens_T].float())
+
+
+def test_a_tied_table_is_held_twice_if_onednn_packs_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "multiplies_natively", lambda _dtype: True)
+    monkeypatch.setattr(linear.Linear, "pack_for_onednn", lambda _linear: None)  # not every CPU has it
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+    weights = load(folder, "bfloat16")
+    assert weights.embedding is not None
+    assert torch.equal(weights.embed(torch.arange(len(embedding))), embedding)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_s_memory_is_free_once_it_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    pack = linear.Linear.pack
+    freed: list[bool] = []
+
+    def watched(one: linear.Linear) -> None:
+        storage = one.weight.untyped_storage()._weak_ref()
+        pack(one)
+        freed.append(bool(torch.UntypedStorage._expired(storage)))
+
+    monkeypatch.setattr(linear.Linear, "pack", watched)
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
+    load_weights(ModelConfig.from_folder(folder), folder, "float32", CPU, None, native.kernels())
+    assert freed == [True] * 9  # four for each layer, and the head
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(llama: Path) -> None:
@@ -147,7 +191,7 @@ def test_the_element_type_is_the_checkpoints_unless_named(tmp_path: Path) -> Non
     config = ModelConfig.from_folder(folder)
     assert config.dtype is None
     assert resolve_dtype(config, folder, "auto") == "bfloat16"
-    assert load(folder, "float32").embedding.dtype == torch.float32
+    assert load(folder, "float32").final_norm.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

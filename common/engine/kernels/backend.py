@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding
 
 from common.engine.backend import Norms, PlainProducts
 from common.engine.batch import Samples
@@ -46,10 +45,6 @@ class TritonBackend(PlainProducts):
         self.add_norm = layer.add_norm
         self.silu_mul = layer.silu_mul
         self.best = sampler.best
-
-    def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
-        """See `Backend.embed`."""
-        return embedding(token_ids_T, table_VE)
 
     def norm_project(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear

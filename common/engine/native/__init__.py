@@ -344,6 +344,14 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def unpacked_rows(packed: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
+    """Rows `[T, in]` of a weight from `pack`."""
+    place_T = rows_T % PANEL
+    if packed.dtype == torch.bfloat16:
+        place_T = place_T % (PANEL // 2) * 2 + place_T // (PANEL // 2)
+    return packed[rows_T // PANEL, :, place_T]
+
+
 @functools.cache
 def kernels() -> Kernels | None:
     """The kernels, compiled if need be. Returns None, and logs a warning, if that fails."""

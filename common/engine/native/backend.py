@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding
 
 from common.engine.backend import Norms, PlainProducts
 from common.engine.batch import Samples
@@ -21,10 +20,6 @@ class NativeBackend(PlainProducts):
         self.add_norm = kernels.add_norm
         self.silu_mul = kernels.silu_mul
         self.best = kernels.best
-
-    def embed(self, token_ids_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
-        """See `Backend.embed`."""
-        return embedding(token_ids_T, table_VE).float()
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """See `Backend.angles`."""
