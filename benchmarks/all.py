@@ -48,6 +48,7 @@ MEASUREMENTS = (
     Measurement("benchmarks.modes --rate 6 --requests 240", 6),
     Measurement("benchmarks.steady --requests 5000", 7),
     Measurement("benchmarks.memory", 4),
+    Measurement("benchmarks.worker_memory", 1),
     Measurement("benchmarks.interference long-prompt", 10),
     Measurement("benchmarks.interference flood", 4),
     Measurement("benchmarks.interference grammar", 1.5),

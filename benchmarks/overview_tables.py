@@ -105,6 +105,11 @@ AT_A_GLANCE: tuple[tuple[str, str, str | Callable[[Figures], str]], ...] = (
         "requests",
         memory,
     ),
+    (
+        "worker-memory",
+        "a worker of the 0.5B model in float32, beyond its weights and its KV cache; at its peak, with them",
+        "{rows[2][beyond_mib]:,} MiB; {rows[2][peak_mib]:,} MiB",
+    ),
     ("reserve", "5 % of the cache in reserve, on modelled time: preempted, at most; blocks in use", reserve),
     (
         "scheduler-cost",

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,53 @@ def threads() -> Iterator[None]:
 
 def distance(out: torch.Tensor, ref: torch.Tensor) -> float:
     return float(((out.double() - ref).norm() / ref.norm()).item())
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_callers_at_the_same_time_get_their_own_products(kernels: Kernels) -> None:
+    torch.manual_seed(0)
+    packed = pack(torch.randn(500, 96))
+    inputs = [torch.randn(rows, 96) for rows in (1, 5, 40, 200)]
+    torch.set_num_threads(1)
+    alone = [kernels.linear(x, packed, None, 500) for x in inputs]
+    torch.set_num_threads(3)
+
+    def call(index: int) -> bool:
+        torch.set_num_threads(3)  # the number is of a thread
+        return all(torch.equal(kernels.linear(inputs[index], packed, None, 500), alone[index]) for _ in range(300))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(call, range(4))) == [True] * 4
+
+
+def test_helpers_come_again_after_they_slept(kernels: Kernels) -> None:
+    torch.set_num_threads(4)
+    packed, x = pack(torch.randn(2000, 300)), torch.randn(70, 300)
+    once = kernels.linear(x, packed, None, 2000)
+    for pause_s in (0.0, 0.002, 0.0, 0.05, 0.0):
+        time.sleep(pause_s)
+        assert torch.equal(kernels.linear(x, packed, None, 2000), once)
+
+
+def test_a_forked_process_computes_without_the_helpers_of_its_parent(kernels: Kernels) -> None:
+    """In a process of its own, because torch's threads would not survive a fork of the tests."""
+    program = """
+import os, torch
+from common.engine import native
+kernels = native.kernels()
+torch.set_num_threads(3)
+packed, x = native.pack(torch.ones(300, 50)), torch.ones(100, 50)
+assert kernels.linear(x, packed, None, 300).eq(50).all()
+child = os.fork()
+if child == 0:
+    right = all(kernels.linear(x, packed, None, 300).eq(50).all() for _ in range(50))
+    os._exit(0 if right else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert kernels.linear(x, packed, None, 300).eq(50).all()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 # --- products --------------------------------------------------------------------------------------------------------

@@ -23,13 +23,14 @@ import torch
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = (_SOURCE, Path(__file__).with_name("crew.h"))
 _FLAGS = (
     "-O2",
     "-march=native",
     "-ffp-contract=fast",
     "--param=avoid-fma-max-bits=0",
     "-fno-math-errno",
-    "-fopenmp",
+    "-pthread",
     "-shared",
     "-fPIC",
 )
@@ -62,7 +63,7 @@ class Kernels:
             "linear": ([p, n, n, p, p, p, n, i], i),
             "decode": ([p, n, p, n, n, p, n, p, n, n, n, n, n, n, f, p, i], i),
             "prefill": ([p, n, p, n, n, p, n, n, n, n, n, n, n, f, p, i], i),
-            "write": ([p, p, n, p, n, n, p, p, n, n, n, n], None),
+            "write": ([p, p, n, p, n, n, p, p, n, n, n, n, i], None),
         }
         self._of_type = {
             (name, dtype): _function(library, f"baton_{name}_{str(dtype).removeprefix('torch.')}", *signature)
@@ -184,6 +185,7 @@ class Kernels:
             num_kv_heads,
             kv_layer.shape[3],
             head_dim,
+            _threads(),
         )
 
     def add_norm(
@@ -372,7 +374,8 @@ def _load() -> Kernels:
     if compiler is None:
         raise OSError("there is no C compiler (cc)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
-    identity = hashlib.sha256(b"\0".join((_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version.encode(), _cpu())))
+    sources = [each.read_bytes() for each in _SOURCES]
+    identity = hashlib.sha256(b"\0".join((*sources, " ".join(_FLAGS).encode(), version.encode(), _cpu())))
     cache = _cache_folder()
     library = cache / f"kernels-{identity.hexdigest()[:32]}.so" if cache is not None else None
     if library is not None and library.exists():

@@ -14,6 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "crew.h"
+
 typedef float v8 __attribute__((vector_size(32)));
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
@@ -31,9 +33,12 @@ typedef _Float16 h8 __attribute__((vector_size(16)));
 enum { F32, BF16, F16 };
 enum {
     PANEL = 16,   /* outputs of a panel */
-    GROUP = 4,    /* panels of a unit of work */
+    GROUP = 4,    /* panels that are multiplied with a single row at a time */
     ROWS = 192,   /* most rows that are multiplied with a panel before the next one */
     DEPTH = 512,  /* most of their input features */
+    MANY = 32,    /* rows from which on threads take few panels at a time */
+    RUN_BYTES = 1 << 19, /* most bytes of the adjacent panels that a thread takes for fewer rows */
+    PARTS = 4,    /* least number of these for each thread */
     MAX_HEAD_DIM = 512,
     PART = 512,  /* numbers of a row among which the largest one is looked for */
     PANEL_BYTES = 1 << 17, /* most bytes of a panel that are prefetched before their use */
@@ -290,31 +295,58 @@ INLINE void panels_of(int type, const float *x, long M, long K, const char *w, l
     if (type == F16) panels_float16(x, M, K, w, row_bytes, panel_bytes, panels, next, fresh, NULL, out, N, first);
 }
 
+/* How many adjacent panels a thread takes at a time, of few rows. */
+static long run_of(long panels, long panel_bytes, int threads) {
+    const long most = panels / (PARTS * threads), run = RUN_BYTES / panel_bytes;
+    const long chosen = run < most ? run : most;
+    return threads == 1 ? panels : chosen < GROUP ? GROUP : chosen / GROUP * GROUP;
+}
+
+/* A product, or the part of it that is multiplied at a time: `rows` rows of x from `m` on, and `num` input features
+   from `k` on. A unit is `run` panels. */
+struct linear {
+    const float *x;
+    long M, K;
+    const char *w;
+    const float *bias;
+    float *out, *packed;
+    long N, m, rows, k, num, panels, run;
+};
+
+static int pack_rows(void *job, long tile) {
+    const struct linear *a = job;
+    pack_tile(a->x + a->m * a->K + a->k, a->rows, tile, a->K, a->num, a->packed);
+    return 0;
+}
+
 /* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is
    not enough memory. Up to ROWS rows are packed at a time, and DEPTH input features of each if they have more than stay
-   in the second cache while the panels pass; or so many that a panel stays there. */
+   in the second cache while the panels pass; or so many that a panel stays there. Of few rows a thread takes several
+   adjacent panels, since it prefetches the next one. */
 #define LINEAR(NAME, PANELS_NAME, TYPE)                                                                                \
+    static int NAME##_panels(void *job, long unit) {                                                                   \
+        const struct linear *a = job;                                                                                  \
+        const long row_bytes = PANEL * size_of(TYPE), panel_bytes = a->K * row_bytes, first = unit * a->run;           \
+        const long panels = a->panels - first < a->run ? a->panels - first : a->run;                                   \
+        PANELS_NAME(a->packed, a->rows, a->num, a->w + first * panel_bytes + a->k * row_bytes, row_bytes, panel_bytes, \
+                    panels, NULL, a->k == 0, a->k + a->num == a->K ? a->bias : NULL, a->out + a->m * a->N, a->N,       \
+                    first * PANEL);                                                                                    \
+        return 0;                                                                                                      \
+    }                                                                                                                  \
     int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, int threads) {      \
-        const long panels = (N + PANEL - 1) / PANEL, groups = (panels + GROUP - 1) / GROUP;                            \
         const long height = M < ROWS ? M : ROWS, most = PANEL_BYTES / PANEL / size_of(TYPE);                           \
         const long depth = M == 1 ? K : height * K > ROWS * DEPTH ? DEPTH : K < most ? K : most;                       \
-        float *packed = M == 1 ? NULL : room_for(height * depth);                                                      \
-        if (M > 1 && !packed) return 1;                                                                                \
-        _Pragma("omp parallel num_threads(threads) if (threads > 1)")                                                  \
-        for (long m = 0; m < M; m += height)                                                                           \
-            for (long k = 0; k < K; k += depth) {                                                                      \
-                const long rows = M - m < height ? M - m : height, num = K - k < depth ? K - k : depth;                \
-                if (M > 1) {                                                                                           \
-                    _Pragma("omp for schedule(static)")                                                                \
-                    for (long t = 0; t < tiles_of(rows); t++) pack_tile(x + m * K + k, rows, t, K, num, packed);       \
-                }                                                                                                      \
-                _Pragma("omp for schedule(static)")                                                                    \
-                for (long g = 0; g < groups; g++) {                                                                    \
-                    const long p = GROUP * g, wide = panels - p < GROUP ? panels - p : GROUP;                          \
-                    const long row_bytes = PANEL * size_of(TYPE);                                                      \
-                    PANELS_NAME(M == 1 ? x : packed, rows, num, w + (p * K + k) * row_bytes, row_bytes, K * row_bytes, \
-                                wide, NULL, k == 0, k + num == K ? bias : NULL, out + m * N, N, PANEL * p);            \
-                }                                                                                                      \
+        struct linear a = {.x = x, .M = M, .K = K, .w = w, .bias = bias, .out = out, .N = N};                          \
+        a.packed = M == 1 ? (float *)x : room_for(height * depth);                                                     \
+        if (!a.packed) return 1;                                                                                       \
+        a.panels = (N + PANEL - 1) / PANEL;                                                                            \
+        a.run = M > MANY ? BESIDE : run_of(a.panels, K * PANEL * size_of(TYPE), threads);                              \
+        for (a.m = 0; a.m < M; a.m += height)                                                                          \
+            for (a.k = 0; a.k < K; a.k += depth) {                                                                     \
+                a.rows = M - a.m < height ? M - a.m : height;                                                          \
+                a.num = K - a.k < depth ? K - a.k : depth;                                                             \
+                if (M > 1) share(tiles_of(a.rows), M > MANY ? threads : 1, pack_rows, &a);                             \
+                share((a.panels + a.run - 1) / a.run, threads, NAME##_panels, &a);                                     \
             }                                                                                                          \
         return 0;                                                                                                      \
     }
@@ -512,34 +544,43 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
     for (long r = 0; r < rows; r++) gather(type, sums + r * dims_of(D), D, factors[r], out + r * D);
 }
 
+struct decode {
+    struct cache cache;
+    const float *q;
+    long q_stride;
+    const int64_t *tables;
+    long width;
+    const int64_t *lens;
+    long window, parts; /* units of a token */
+    float *out;
+};
+
 /* Attention of single tokens: out `[N, H, D]` for queries `[H, D]` in rows `q_stride` apart. Token i is the last of
    `lens[i]` tokens of the sequence whose blocks are `tables + i * width`. It sees the last `window` of them, or all if
    `window` is 0. Returns 0, or 1 if there is not enough memory. The heads of a token stay together, unless there are
    few tokens for the threads. */
 #define DECODE(NAME, TYPE)                                                                                             \
+    static int NAME##_part(void *job, long unit) {                                                                     \
+        const struct decode *a = job;                                                                                  \
+        const struct cache *c = &a->cache;                                                                             \
+        const long i = unit / a->parts, part = unit % a->parts, end = a->lens[i], D = c->head_dim;                     \
+        const long first = part * c->kv_heads / a->parts, heads = (part + 1) * c->kv_heads / a->parts - first;         \
+        const long begin = a->window && end > a->window ? end - a->window : 0;                                         \
+        const long size = (end - begin / 8 * 8 + 7) / 8 * 8, packed = (c->group + PANEL) * c->block_size;              \
+        const long least = heads * c->group * (size + D + dims_of(D)), at = first * c->group * D;                      \
+        float *room = room_for(least + (SLOTS * D > packed ? SLOTS * D : packed));                                     \
+        if (!room) return 1;                                                                                           \
+        attend(TYPE, c, a->q + i * a->q_stride + at, a->tables + i * a->width, first, heads, begin, end, room, size,   \
+               a->out + i * c->kv_heads * c->group * D + at);                                                          \
+        return 0;                                                                                                      \
+    }                                                                                                                  \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, long head_bytes,                      \
              const int64_t *tables, long width, const int64_t *lens, long N, long kv_heads, long group,                \
              long block_size, long head_dim, long window, float scale, float *out, int threads) {                      \
         const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};         \
-        long parts = threads > 1 ? (2 * threads + N - 1) / N : 1;                                                      \
-        if (parts > kv_heads) parts = kv_heads;                                                                        \
-        int failed = 0;                                                                                                \
-        _Pragma("omp parallel for num_threads(threads) schedule(dynamic) reduction(|:failed) if (threads > 1)")        \
-        for (long item = 0; item < N * parts; item++) {                                                                \
-            long i = item / parts, part = item % parts, end = lens[i];                                                 \
-            long first = part * kv_heads / parts, heads = (part + 1) * kv_heads / parts - first;                       \
-            long begin = window && end > window ? end - window : 0, size = (end - begin / 8 * 8 + 7) / 8 * 8;          \
-            const long dims = dims_of(head_dim), packed = (group + PANEL) * block_size, keys = SLOTS * head_dim;       \
-            float *room = room_for(heads * group * (size + head_dim + dims) + (keys > packed ? keys : packed));        \
-            if (!room) {                                                                                               \
-                failed = 1;                                                                                            \
-                continue;                                                                                              \
-            }                                                                                                          \
-            long at = first * group * head_dim;                                                                        \
-            float *to = out + i * kv_heads * group * head_dim + at;                                                    \
-            attend(TYPE, &c, q + i * q_stride + at, tables + i * width, first, heads, begin, end, room, size, to);     \
-        }                                                                                                              \
-        return failed;                                                                                                 \
+        const long parts = threads > 1 ? (2 * threads + N - 1) / N : 1;                                                \
+        struct decode a = {c, q, q_stride, tables, width, lens, window, parts < kv_heads ? parts : kv_heads, out};     \
+        return share(N * a.parts, threads, NAME##_part, &a);                                                           \
     }
 
 DECODE(baton_decode_float32, F32)
@@ -605,35 +646,58 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
     }
 }
 
+enum { RUN = 4 }; /* panels of keys that a thread packs at a time */
+
+struct prefill {
+    struct cache cache;
+    const float *q;
+    long q_stride;
+    const int64_t *table;
+    long start, first, end, window;  /* position of the first token; the slots that tokens see, the window */
+    long panels, size, rows;         /* of these slots, their number in whole panels; queries of a KV head */
+    long head;
+    float *keys, *values, *out;
+};
+
+/* The queries of a tile, the longest first. */
+static int attend_queries(void *job, long unit) {
+    const struct prefill *a = job;
+    const long begin = ((a->rows + QUERIES - 1) / QUERIES - 1 - unit) * QUERIES;
+    const long stop = begin + QUERIES < a->rows ? begin + QUERIES : a->rows;
+    float *room = room_for(QUERIES * (a->size + DEPTH + 3 * a->cache.head_dim + 1));
+    if (!room) return 1;
+    attend_tile(&a->cache, a->q, a->q_stride, a->head, a->start, begin, stop, a->first, a->window, a->keys, a->values,
+                a->size, room, a->out);
+    return 0;
+}
+
 /* Attention of a chunk: out `[N, H, D]` for the tokens at positions `[start, start + N)` of the sequence whose blocks
    are `table`, with queries `[H, D]` in rows `q_stride` apart. A token sees itself and the tokens before it: the last
    `window` of these, or all if `window` is 0. The order is head by head, so that only one head's keys and values are
    unpacked at a time. Returns 0, or 1 if there is not enough memory. */
 #define PREFILL(NAME, TYPE)                                                                                            \
+    static int NAME##_pack(void *job, long unit) {                                                                     \
+        const struct prefill *a = job;                                                                                 \
+        const long D = a->cache.head_dim, stop = (unit + 1) * RUN < a->panels ? (unit + 1) * RUN : a->panels;          \
+        for (long p = unit * RUN; p < stop; p++)                                                                       \
+            pack_slots(TYPE, &a->cache, a->table, a->head, a->first + p * PANEL, a->end, a->keys + p * D * PANEL,      \
+                       a->values + p * PANEL * PANEL, a->size);                                                        \
+        return 0;                                                                                                      \
+    }                                                                                                                  \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, long head_bytes,                      \
              const int64_t *table, long start, long N, long kv_heads, long group, long block_size, long head_dim,      \
              long window, float scale, float *out, int threads) {                                                      \
         const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};         \
         const long first = window && start + 1 > window ? (start + 1 - window) / PANEL * PANEL : 0, end = start + N;   \
         const long panels = (end - first + PANEL - 1) / PANEL, size = panels * PANEL, rows = N * group;                \
-        const long dims = dims_of(head_dim), tiles = (rows + QUERIES - 1) / QUERIES;                                   \
-        float *keys = aligned_alloc(64, size * (head_dim + dims) * sizeof(float)), *values = keys + size * head_dim;   \
+        float *keys = aligned_alloc(64, size * (head_dim + dims_of(head_dim)) * sizeof(float));                        \
         if (!keys) return 1;                                                                                           \
+        struct prefill a = {c, q, q_stride, table, start, first, end, window, panels, size, rows, 0, keys,             \
+                            keys + size * head_dim, out};                                                              \
         int failed = 0;                                                                                                \
-        _Pragma("omp parallel num_threads(threads) reduction(|:failed) if (threads > 1)")                              \
-        for (long head = 0; head < kv_heads; head++) {                                                                 \
-            _Pragma("omp for schedule(static)")                                                                        \
-            for (long p = 0; p < panels; p++)                                                                          \
-                pack_slots(TYPE, &c, table, head, first + p * PANEL, end, keys + p * head_dim * PANEL,                 \
-                           values + p * PANEL * PANEL, size);                                                          \
-            _Pragma("omp for schedule(dynamic)")                                                                       \
-            for (long tile = tiles - 1; tile >= 0; tile--) { /* the longest first */                                   \
-                long begin = tile * QUERIES, stop = begin + QUERIES < rows ? begin + QUERIES : rows;                   \
-                float *room = room_for(QUERIES * (size + DEPTH + 3 * head_dim + 1));                                   \
-                failed |= !room;                                                                                       \
-                if (!room) continue;                                                                                   \
-                attend_tile(&c, q, q_stride, head, start, begin, stop, first, window, keys, values, size, room, out);  \
-            }                                                                                                          \
+        for (; a.head < kv_heads; a.head++) {                                                                          \
+            share((panels + RUN - 1) / RUN, threads, NAME##_pack, &a);                                                 \
+            failed |= share((rows + QUERIES - 1) / QUERIES, threads, attend_queries, &a);                              \
         }                                                                                                              \
         free(keys);                                                                                                    \
         return failed;                                                                                                 \
@@ -645,7 +709,28 @@ PREFILL(baton_prefill_float16, F16)
 
 /* --- between the products ----------------------------------------------------------------------------------------- */
 
-enum { WORTH_THREADS = 1 << 16 }; /* numbers from which on it pays to wake other threads */
+enum {
+    WORTH_THREADS = 1 << 16, /* numbers from which on it pays to ask other threads */
+    AT_A_TIME = 1 << 14,     /* numbers of the rows that a thread takes at a time, at least one row */
+};
+
+/* The rows of a job, which begins with this. */
+struct rows {
+    long all, step;
+};
+
+INLINE long stop_of(const struct rows *rows, long unit) {
+    return (unit + 1) * rows->step < rows->all ? (unit + 1) * rows->step : rows->all;
+}
+
+/* The rows t of a unit. */
+#define EACH_ROW(t, a, unit)                                                                                           \
+    for (long t = unit * (a)->rows.step, stop = stop_of(&(a)->rows, unit); t < stop; t++)
+
+static int share_rows(struct rows *job, long all, long width, int threads, work run) {
+    *job = (struct rows){all, width < AT_A_TIME ? AT_A_TIME / width : 1};
+    return share((all + job->step - 1) / job->step, all * width > WORTH_THREADS ? threads : 1, run, job);
+}
 
 /* The factor that brings `x [n]` to a root mean square of 1. */
 INLINE float norm_factor(const float *x, long n, float eps) {
@@ -664,20 +749,70 @@ INLINE void scale_by(const float *x, float factor, const float *weight, long n, 
     for (; i < n; i++) out[i] = x[i] * factor * weight[i];
 }
 
-/* h `[T, E]` += delta, unless that is NULL; out = weight times h, each row brought to a root mean square of 1. */
-void baton_add_norm(float *h, const float *delta, const float *weight, float eps, long T, long E, float *out,
-                    int threads) {
-    _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * E > WORTH_THREADS)")
-    for (long t = 0; t < T; t++) {
-        float *x = h + t * E;
-        if (delta) {
-            const float *more = delta + t * E;
+struct add_norm {
+    struct rows rows;
+    float *h;
+    const float *delta, *weight;
+    float eps;
+    long E;
+    float *out;
+};
+
+static int add_norm_rows(void *job, long unit) {
+    const struct add_norm *a = job;
+    const long E = a->E;
+    EACH_ROW(t, a, unit) {
+        float *x = a->h + t * E;
+        if (a->delta) {
+            const float *more = a->delta + t * E;
             long i = 0;
             for (; i + 8 <= E; i += 8) store((char *)(x + i), floats(x + i) + floats(more + i), F32);
             for (; i < E; i++) x[i] += more[i];
         }
-        scale_by(x, norm_factor(x, E, eps), weight, E, out + t * E);
+        scale_by(x, norm_factor(x, E, a->eps), a->weight, E, a->out + t * E);
     }
+    return 0;
+}
+
+/* h `[T, E]` += delta, unless that is NULL; out = weight times h, each row brought to a root mean square of 1. */
+void baton_add_norm(float *h, const float *delta, const float *weight, float eps, long T, long E, float *out,
+                    int threads) {
+    struct add_norm a = {{0}, h, delta, weight, eps, E, out};
+    share_rows(&a.rows, T, E, threads, add_norm_rows);
+}
+
+struct rotate {
+    struct rows rows;
+    float *x;
+    long row_size, heads, q_heads, D;
+    const float *q_norm, *k_norm;
+    float eps;
+    const float *cosines, *sines;
+};
+
+static int rotate_rows(void *job, long unit) {
+    const struct rotate *a = job;
+    const long D = a->D, half = D / 2;
+    EACH_ROW(t, a, unit) {
+        const float *cosine = a->cosines + t * D, *sine = a->sines + t * D;
+        for (long head = 0; head < a->heads; head++) {
+            float *x = a->x + t * a->row_size + head * D, *y = x + half;
+            const float *norm = head < a->q_heads ? a->q_norm : a->k_norm;
+            if (norm) scale_by(x, norm_factor(x, D, a->eps), norm, D, x);
+            long i = 0;
+            for (; i + 8 <= half; i += 8) {
+                const v8 left = floats(x + i), right = floats(y + i);
+                store((char *)(x + i), left * floats(cosine + i) + right * floats(sine + i), F32);
+                store((char *)(y + i), right * floats(cosine + half + i) + left * floats(sine + half + i), F32);
+            }
+            for (; i < half; i++) {
+                const float left = x[i], right = y[i];
+                x[i] = left * cosine[i] + right * sine[i];
+                y[i] = right * cosine[half + i] + left * sine[half + i];
+            }
+        }
+    }
+    return 0;
 }
 
 /* Rotate the first `heads` heads of `D` numbers of each row of x, in place: every pair (i, i + D / 2) by its token's
@@ -685,44 +820,44 @@ void baton_add_norm(float *h, const float *delta, const float *weight, float eps
    first `q_heads` by `q_norm`, the others by `k_norm`. */
 void baton_rotate(float *x, long row_size, long heads, long q_heads, long D, const float *q_norm, const float *k_norm,
                   float eps, const float *cosines, const float *sines, long T, int threads) {
-    const long half = D / 2;
-    _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * row_size > WORTH_THREADS)")
-    for (long t = 0; t < T; t++) {
-        const float *cosine = cosines + t * D, *sine = sines + t * D;
-        for (long head = 0; head < heads; head++) {
-            float *a = x + t * row_size + head * D, *b = a + half;
-            const float *norm = head < q_heads ? q_norm : k_norm;
-            if (norm) scale_by(a, norm_factor(a, D, eps), norm, D, a);
-            long i = 0;
-            for (; i + 8 <= half; i += 8) {
-                const v8 left = floats(a + i), right = floats(b + i);
-                store((char *)(a + i), left * floats(cosine + i) + right * floats(sine + i), F32);
-                store((char *)(b + i), right * floats(cosine + half + i) + left * floats(sine + half + i), F32);
-            }
-            for (; i < half; i++) {
-                const float left = a[i], right = b[i];
-                a[i] = left * cosine[i] + right * sine[i];
-                b[i] = right * cosine[half + i] + left * sine[half + i];
-            }
-        }
-    }
+    struct rotate a = {{0}, x, row_size, heads, q_heads, D, q_norm, k_norm, eps, cosines, sines};
+    share_rows(&a.rows, T, row_size, threads, rotate_rows);
 }
+
+struct write {
+    struct rows rows;
+    const float *k, *v;
+    long row_size;
+    char *layer;
+    long block_bytes, head_bytes;
+    const int64_t *blocks, *offsets;
+    long kv_heads, block_size, head_dim;
+};
 
 /* Store keys and values in their tokens' slots. They have `kv_heads` heads of `head_dim` numbers each, in rows
    `row_size` apart. */
 #define WRITE(NAME, TYPE)                                                                                              \
-    void NAME(const float *k, const float *v, long row_size, char *layer, long block_bytes, long head_bytes,           \
-              const int64_t *blocks, const int64_t *offsets, long T, long kv_heads, long block_size, long head_dim) {  \
-        const long step = head_dim * size_of(TYPE);                                                                    \
-        for (long t = 0; t < T; t++)                                                                                   \
-            for (long head = 0; head < kv_heads; head++) {                                                             \
-                char *to = layer + blocks[t] * block_bytes + head * head_bytes + offsets[t] * step;                    \
-                const long from = t * row_size + head * head_dim;                                                      \
-                for (long d = 0; d < head_dim; d += 8) {                                                               \
-                    store(to + d * size_of(TYPE), floats(k + from + d), TYPE);                                         \
-                    store(to + block_size * step + d * size_of(TYPE), floats(v + from + d), TYPE);                     \
+    static int NAME##_rows(void *job, long unit) {                                                                     \
+        const struct write *a = job;                                                                                   \
+        const long step = a->head_dim * size_of(TYPE);                                                                 \
+        EACH_ROW(t, a, unit)                                                                                           \
+            for (long head = 0; head < a->kv_heads; head++) {                                                          \
+                char *block = a->layer + a->blocks[t] * a->block_bytes + head * a->head_bytes;                         \
+                char *to = block + a->offsets[t] * step;                                                               \
+                const long from = t * a->row_size + head * a->head_dim;                                                \
+                for (long d = 0; d < a->head_dim; d += 8) {                                                            \
+                    store(to + d * size_of(TYPE), floats(a->k + from + d), TYPE);                                      \
+                    store(to + a->block_size * step + d * size_of(TYPE), floats(a->v + from + d), TYPE);               \
                 }                                                                                                      \
             }                                                                                                          \
+        return 0;                                                                                                      \
+    }                                                                                                                  \
+    void NAME(const float *k, const float *v, long row_size, char *layer, long block_bytes, long head_bytes,           \
+              const int64_t *blocks, const int64_t *offsets, long T, long kv_heads, long block_size, long head_dim,    \
+              int threads) {                                                                                           \
+        struct write a = {{0}, k, v, row_size, layer, block_bytes, head_bytes, blocks, offsets, kv_heads, block_size,  \
+                          head_dim};                                                                                   \
+        share_rows(&a.rows, T, kv_heads * head_dim, threads, NAME##_rows);                                         \
     }
 
 WRITE(baton_write_float32, F32)
@@ -737,18 +872,33 @@ INLINE v8 silu_of(v8 x) {
     return x * ((v8)((negative & (i32x8)e) | (~negative & (i32x8)splat(1))) / (splat(1) + e));
 }
 
-/* out `[T, F]` = silu(gate) * up. A row of `gate_up` holds F gates, then F ups. */
-void baton_silu_mul(const float *gate_up, long T, long F, float *out, int threads) {
-    _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * F > WORTH_THREADS)")
-    for (long t = 0; t < T; t++) {
-        const float *gate = gate_up + t * 2 * F, *up = gate + F;
+struct silu_mul {
+    struct rows rows;
+    const float *gate_up;
+    long F;
+    float *out;
+};
+
+static int silu_mul_rows(void *job, long unit) {
+    const struct silu_mul *a = job;
+    const long F = a->F;
+    EACH_ROW(t, a, unit) {
+        const float *gate = a->gate_up + t * 2 * F, *up = gate + F;
+        float *out = a->out + t * F;
         long i = 0;
-        for (; i + 8 <= F; i += 8) store((char *)(out + t * F + i), silu_of(floats(gate + i)) * floats(up + i), F32);
+        for (; i + 8 <= F; i += 8) store((char *)(out + i), silu_of(floats(gate + i)) * floats(up + i), F32);
         float rest[8] = {0};
         memcpy(rest, gate + i, (F - i) * sizeof(float));
         const v8 last = silu_of(floats(rest));
-        for (long j = i; j < F; j++) out[t * F + j] = last[j - i] * up[j];
+        for (long j = i; j < F; j++) out[j] = last[j - i] * up[j];
     }
+    return 0;
+}
+
+/* out `[T, F]` = silu(gate) * up. A row of `gate_up` holds F gates, then F ups. */
+void baton_silu_mul(const float *gate_up, long T, long F, float *out, int threads) {
+    struct silu_mul a = {{0}, gate_up, F, out};
+    share_rows(&a.rows, T, F, threads, silu_mul_rows);
 }
 
 /* The largest number of x `[num]`, of which none are NaN or `sum` becomes NaN. `num` is a multiple of 32. */
@@ -767,13 +917,19 @@ INLINE float largest(const float *x, long num, v8 sum[4]) {
     return top;
 }
 
-/* The largest number of each row of x `[T, V]`, NaN if the row has one, and its index. Of equal numbers, the first one
-   counts. One pass finds the part of the row that has it, as fast as memory allows. */
-void baton_best(const float *x, long T, long V, float *values, int64_t *indices, int threads) {
-    const long whole = V - V % 32;
-    _Pragma("omp parallel for num_threads(threads) if (threads > 1 && T * V > WORTH_THREADS)")
-    for (long t = 0; t < T; t++) {
-        const float *row = x + t * V;
+struct best {
+    struct rows rows;
+    const float *x;
+    long V;
+    float *values;
+    int64_t *indices;
+};
+
+static int best_rows(void *job, long unit) {
+    const struct best *a = job;
+    const long V = a->V, whole = V - V % 32;
+    EACH_ROW(t, a, unit) {
+        const float *row = a->x + t * V;
         v8 sums[4] = {0};
         float top = -__builtin_inff();
         long at = 0;
@@ -790,9 +946,17 @@ void baton_best(const float *x, long T, long V, float *values, int64_t *indices,
         if (sum != sum) /* a NaN, or two infinities */
             for (long i = V - 1; i >= 0; i--)
                 if (row[i] != row[i]) top = row[i], at = i;
-        values[t] = top;
-        indices[t] = at;
+        a->values[t] = top;
+        a->indices[t] = at;
     }
+    return 0;
+}
+
+/* The largest number of each row of x `[T, V]`, NaN if the row has one, and its index. Of equal numbers, the first one
+   counts. One pass finds the part of the row that has it, as fast as memory allows. */
+void baton_best(const float *x, long T, long V, float *values, int64_t *indices, int threads) {
+    struct best a = {{0}, x, V, values, indices};
+    share_rows(&a.rows, T, V, threads, best_rows);
 }
 
 /* --- sampling ----------------------------------------------------------------------------------------------------- */
@@ -874,40 +1038,51 @@ static long token_at(const float *weights, long V, double wanted) {
     return token < 0 ? 0 : token;
 }
 
+struct draw {
+    const float *x;
+    long V;
+    const float *best, *temperature;
+    const int64_t *top_k;
+    const float *top_p, *min_p;
+    const double *random;
+    int64_t *tokens;
+};
+
+static int draw_row(void *job, long t) {
+    const struct draw *a = job;
+    const long V = a->V, padded = (V + 7) / 8 * 8;
+    const float temperature = a->temperature[t], best = a->best[t], *row = a->x + t * V;
+    float *scaled = room_for(2 * padded), *weights = scaled + padded;
+    if (!scaled) return 1;
+    long i = 0;
+    for (; i + 8 <= V; i += 8)
+        store((char *)(scaled + i), (floats(row + i) - splat(best)) / splat(temperature), F32);
+    for (; i < padded; i++) scaled[i] = i < V ? (row[i] - best) / temperature : -__builtin_inff();
+    float least = -__builtin_inff();
+    double total = weigh_row(scaled, weights, V, least);
+    if (a->top_k[t] > 0 && a->top_k[t] < V) {
+        least = threshold(scaled, weights, V, a->top_k[t], 0);
+        total = weigh_row(scaled, weights, V, least);
+    }
+    if (a->top_p[t] < 1) {
+        const float cutoff = threshold(scaled, weights, V, 0, total * a->top_p[t]);
+        least = cutoff > least ? cutoff : least;
+        total = weigh_row(scaled, weights, V, least);
+    }
+    if (a->min_p[t] > least) {
+        least = a->min_p[t];
+        total = weigh_row(scaled, weights, V, least);
+    }
+    a->tokens[t] = token_at(weights, V, a->random[t] * total);
+    return 0;
+}
+
 /* Draw a token for each row of x `[T, V]`. top_k, top_p and min_p remove tokens; the others have the weights
    `e^((x - best) / temperature)`. The token drawn is the first at which the cumulative weight reaches `random` times
    their sum. A top_k of 0, a top_p of 1, and a min_p of minus infinity (it is a logarithm) remove none. Returns 0, or 1
    if there is not enough memory. */
 int baton_draw(const float *x, long T, long V, const float *best, const float *temperature, const int64_t *top_k,
                const float *top_p, const float *min_p, const double *random, int64_t *tokens, int threads) {
-    const long padded = (V + 7) / 8 * 8;
-    int failed = 0;
-    _Pragma("omp parallel for num_threads(threads) schedule(dynamic) reduction(|:failed) if (threads > 1 && T > 1)")
-    for (long t = 0; t < T; t++) {
-        float *scaled = room_for(2 * padded), *weights = scaled + padded;
-        failed |= !scaled;
-        if (!scaled) continue;
-        const float *row = x + t * V;
-        long i = 0;
-        for (; i + 8 <= V; i += 8)
-            store((char *)(scaled + i), (floats(row + i) - splat(best[t])) / splat(temperature[t]), F32);
-        for (; i < padded; i++) scaled[i] = i < V ? (row[i] - best[t]) / temperature[t] : -__builtin_inff();
-        float least = -__builtin_inff();
-        double total = weigh_row(scaled, weights, V, least);
-        if (top_k[t] > 0 && top_k[t] < V) {
-            least = threshold(scaled, weights, V, top_k[t], 0);
-            total = weigh_row(scaled, weights, V, least);
-        }
-        if (top_p[t] < 1) {
-            const float cutoff = threshold(scaled, weights, V, 0, total * top_p[t]);
-            least = cutoff > least ? cutoff : least;
-            total = weigh_row(scaled, weights, V, least);
-        }
-        if (min_p[t] > least) {
-            least = min_p[t];
-            total = weigh_row(scaled, weights, V, least);
-        }
-        tokens[t] = token_at(weights, V, random[t] * total);
-    }
-    return failed;
+    struct draw a = {x, V, best, temperature, top_k, top_p, min_p, random, tokens};
+    return share(T, threads, draw_row, &a);
 }
