@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import venv
 from collections.abc import Collection, Mapping
@@ -27,12 +28,17 @@ def make(environment: Path) -> None:
         venv.create(environment, with_pip=True)
 
 
+def normalized(name: str) -> str:
+    """The form of a package's name in which equal names are equal."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def installed(environment: Path, names: Collection[str]) -> dict[str, str]:
     """Versions of the packages with these names in `environment`; absent packages are left out."""
     if not python_of(environment).exists():
         return {}
     found = importlib.metadata.distributions(path=[str(site_of(environment))])
-    versions = {str(distribution.metadata["Name"]).lower(): distribution.version for distribution in found}
+    versions = {normalized(str(distribution.metadata["Name"])): distribution.version for distribution in found}
     return {name: versions[name] for name in names if name in versions}
 
 
