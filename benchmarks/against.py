@@ -10,10 +10,7 @@ ratio of the two turns, which stays valid on a machine whose speed drifts.
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +19,8 @@ from benchmarks.command import Result, UsageError, run, show
 from benchmarks.figures import spread
 from benchmarks.models import llama_15m, qwen2_05b
 from benchmarks.record import ROOT
+from benchmarks.turns import TurnProcess, engine
 
-CHILD = ROOT / "benchmarks" / "engine_turns.py"
 STEPS = (
     ("15m", "float32", 1, 512),
     ("15m", "float32", 8, 512),
@@ -56,38 +53,6 @@ PROMPTS = (
 """(model, dtype, tokens) of each prompt, computed as one chunk."""
 
 
-class Tree:
-    """A process that computes with the engine of one checkout."""
-
-    def __init__(self, root: Path, models: dict[str, str], block_size: int, threads: int) -> None:
-        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(
-            [sys.executable, str(CHILD), json.dumps(models), str(block_size)],
-            cwd=root,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def seconds(self, case: list[Any]) -> float:
-        """Seconds of one turn of this case. The first turn of a case also prepares it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(case) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the process of a tree ended with {self._process.wait(timeout=30)}")
-        return float(answer)
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-
-
 def measure(
     scratch: Path,
     other: Annotated[Path, "the other checkout, clean"],
@@ -111,7 +76,7 @@ def measure(
     for path in models.values():
         path.mkdir()
     paths = {"15m": str(llama_15m(models["15m"])), "0.5b": str(qwen2_05b(models["0.5b"]))}
-    trees = [Tree(root, paths, size, threads) for root, size in zip((ROOT, other), block_sizes, strict=True)]
+    trees = [engine(root, paths, size, threads) for root, size in zip((ROOT, other), block_sizes, strict=True)]
     for kind in only:
         for case in cases[kind]:
             times = _turns(trees, [kind, *case], rounds)
@@ -124,12 +89,12 @@ def measure(
     return Result(name=name, figures=figures, workload={"other": commit})
 
 
-def _turns(trees: list[Tree], case: list[Any], rounds: int) -> list[list[float]]:
+def _turns(trees: list[TurnProcess], case: list[Any], rounds: int) -> list[list[float]]:
     """Seconds of each tree's turns, without a first turn of each that warms up."""
     times: list[list[float]] = [[] for _ in trees]
     for number in range(rounds + 1):
         for index in (0, 1) if number % 2 else (1, 0):
-            seconds = trees[index].seconds(case)
+            seconds = trees[index].ask(case)
             if number:
                 times[index].append(seconds)
     return times

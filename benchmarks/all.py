@@ -4,7 +4,8 @@
 
 A measurement that fails, or takes twice its expected time, is reported at the end; the others are recorded all the
 same, and the documents' tables are made again. Nothing else should run on the machine. `versus` needs
-`python -m benchmarks.peers.install_vllm`; the soaks need root and iproute2.
+`python -m benchmarks.peers.install_vllm`, and `llama` needs `python -m benchmarks.peers.install_llama_cpp`; the soaks
+need root and iproute2.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ MEASUREMENTS = (
         10,
     ),
     Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
+    Measurement("benchmarks.llama", 12),
     Measurement("pytest -q -s tests/chaos/test_soak.py", 8),
 )
 

@@ -1,4 +1,4 @@
-"""The process of one tree for `benchmarks.against`: it uses only what both trees have, and nothing of `benchmarks`.
+"""The process of one tree for `benchmarks.turns`: it uses only what both trees have, and nothing of `benchmarks`.
 
 python engine_turns.py '{MODEL: FOLDER}' BLOCK_SIZE
 """
@@ -18,7 +18,7 @@ import torch
 
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Sample, Slice
+from common.engine.batch import Sample, SampledToken, Slice
 from common.engine.kv_cache import KVCache
 from common.engine.native import kernels
 from common.engine.runner import load_runner
@@ -28,14 +28,15 @@ _KV_BYTES = 192 * 2**20
 
 
 def main(models: dict[str, str], block_size: int) -> None:
-    """Read one case from each line of standard input, run it, and print the seconds that it took."""
+    """Read one case from each line of standard input, run it, and print its result, or the seconds that it took."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    prepare = {
+    prepare: dict[str, Callable[..., Callable[[], object]]] = {
         "steps": partial(_step, models, block_size),
         "attention": partial(_attention, block_size),
         "prompts": partial(_prompt, models, block_size),
+        "tokens": partial(_tokens, models, block_size),
     }
-    ready: tuple[list[Any], Callable[[], None]] | None = None
+    ready: tuple[list[Any], Callable[[], object]] | None = None
     for line in sys.stdin:
         case = json.loads(line)
         if ready is None or ready[0] != case:
@@ -43,8 +44,9 @@ def main(models: dict[str, str], block_size: int) -> None:
             ready = case, prepare[case[0]](*case[1:])
             ready[1]()
         begin = time.perf_counter()
-        ready[1]()
-        print(time.perf_counter() - begin, flush=True)
+        result = ready[1]()
+        seconds = time.perf_counter() - begin
+        print(json.dumps(seconds if result is None else result), flush=True)
 
 
 def _step(
@@ -81,6 +83,29 @@ def _prompt(models: dict[str, str], block_size: int, model: str, dtype: str, num
 
     def run() -> None:
         runner.step([whole])
+
+    return run
+
+
+def _tokens(
+    models: dict[str, str], block_size: int, model: str, dtype: str, prompt: list[int], num_tokens: int
+) -> Callable[[], list[tuple[int, float]]]:
+    """Return a function that continues a prompt greedily: (token, its log probability) of each position."""
+    runner = load_runner(Path(models[model]), kv_cache_bytes=2**28, block_size=block_size, dtype=dtype)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=0)
+    table = list(range(runner.layout.blocks_for(len(prompt) + num_tokens)))
+
+    def run() -> list[tuple[int, float]]:
+        ids, start, found = prompt, 0, []
+        for _ in range(num_tokens):
+            end = start + len(ids)
+            sample = Sample(params=params, choice=0, position=end, token_ids=(), prompt_len=len(prompt))
+            [[token]] = runner.step([Slice(token_ids=ids, start=start, block_table=table, samples=(sample,))])
+            assert isinstance(token, SampledToken)
+            assert token.logprobs is not None
+            found.append((token.token_id, token.logprobs.logprob))
+            ids, start = [token.token_id], end
+        return found
 
     return run
 

@@ -90,6 +90,32 @@ _versus = Table(
 """,
     _versus_rows,
 )
+
+
+def llama(run: Run) -> str:
+    """Baton's engine compared with llama.cpp: medians, and ratios of the rounds."""
+    same = ", ".join(
+        f"{each['same_tokens']} of {each['of']} in {dtype}" for dtype, each in run["figures"]["agreement"].items()
+    )
+    return _llama(run) + f"\nGreedy tokens that are the same in both: {same}.\n"
+
+
+def _llama_rows(figures: Figures) -> Iterator[Row]:
+    for each in figures["cases"]:
+        sizes, chosen = each["sizes"], each["settings"]
+        what = f"a prompt of {sizes[0]} tokens" if each["kind"] == "prompts" else f"a decode step of {sizes[0]}"
+        how = f"KV in {chosen['kv']}, {'' if chosen['flash_attention'] else 'no '}flash attention"
+        yield {"what": what, "how": how, **each}
+
+
+_llama = Table(
+    """
+| weights | what | ms, Baton / llama.cpp | ratio of the times | llama.cpp with |
+| {dtype} | {what} | {seconds[ours]:m.1f} / {seconds[theirs]:m.1f} \
+| **{seconds[ratio]:.2f}** ({seconds[ratio_min]:.2f} to {seconds[ratio_max]:.2f}) | {how} |
+""",
+    _llama_rows,
+)
 against = Table(
     """
 | what | case | least ms, after / before | ratio |
@@ -319,6 +345,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-0.5b-bfloat16-fixed": versus,
     "versus-0.5b-float32-fixed": versus,
     "versus-0.5b-bfloat16-sharegpt": versus,
+    "llama-0.5b": llama,
     "against": against,
     "products": against,
     "step-overhead": step_overhead,

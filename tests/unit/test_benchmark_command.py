@@ -14,7 +14,7 @@ import pytest
 from benchmarks import command, record
 from benchmarks.command import Result, UsageError, call, run, show
 
-WITHOUT = {"load/__main__.py", "gpu/child.py", "engine_turns.py"}
+WITHOUT = {"load/__main__.py", "gpu/child.py", "engine_turns.py", "peers/llama_cpp.py"}
 """`baton bench`, whose options are settings, and processes that others start with what they need."""
 
 

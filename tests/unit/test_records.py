@@ -18,6 +18,7 @@ NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
 DRAWN_BY_NOBODY = {"idle", "gpu-compile"}
 """Records of runs without randomness."""
 BESIDE_OTHERS = {name: "vllm" for name in NAMES if name.startswith(("versus-", "bench-agreement"))}
+BESIDE_OTHERS |= {name: "llama_cpp" for name in NAMES if name.startswith("llama-")}
 
 
 def recorded(name: str) -> dict[str, Any]:
