@@ -3,8 +3,8 @@
     python -m benchmarks.all [--only NAME ...] [--skip NAME ...]
 
 A measurement that fails, or takes twice its expected time, is reported at the end; the others are recorded all the
-same, and the documents' tables are made again. Nothing else should run on the machine. `versus` needs
-`python -m benchmarks.peers.install_vllm`; the soaks need root and iproute2.
+same, and the documents' tables are made again. Nothing else should run on the machine. `versus` and `goodput`
+need `python -m benchmarks.peers.install_vllm`; the soaks need root and iproute2.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ MEASUREMENTS = (
         10,
     ),
     Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
+    Measurement("benchmarks.goodput --model 15m --dtype float32 --workload sharegpt --rounds 3 --minutes 30", 35),
     Measurement("pytest -q -s tests/chaos/test_soak.py", 8),
 )
 

@@ -17,7 +17,7 @@ from benchmarks.record import RESULTS, ROOT, is_clean, machine, product_digest, 
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
 DRAWN_BY_NOBODY = {"idle", "gpu-compile"}
 """Records of runs without randomness."""
-BESIDE_OTHERS = {name: "vllm" for name in NAMES if name.startswith(("versus-", "bench-agreement"))}
+BESIDE_OTHERS = {name: "vllm" for name in NAMES if name.startswith(("versus-", "goodput-", "bench-agreement"))}
 
 
 def recorded(name: str) -> dict[str, Any]:
