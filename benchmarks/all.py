@@ -3,7 +3,7 @@
     python -m benchmarks.all [--only NAME ...] [--skip NAME ...]
 
 A measurement that fails, or takes twice its expected time, is reported at the end; the others are recorded all the
-same, and the documents' tables are made again. Nothing else should run on the machine. `versus` needs
+same, and the documents' tables are made again. Nothing else should run on the machine. `versus` and `goodput` need
 `python -m benchmarks.peers.install_vllm`, and `llama` needs `python -m benchmarks.peers.install_llama_cpp`; the soaks
 need root and iproute2.
 """
@@ -63,6 +63,7 @@ MEASUREMENTS = (
         10,
     ),
     Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
+    Measurement("benchmarks.goodput --model 15m --dtype float32 --workload sharegpt --rounds 3 --minutes 30", 35),
     Measurement("benchmarks.llama", 12),
     Measurement("pytest -q -s tests/chaos/test_soak.py", 8),
 )

@@ -20,16 +20,19 @@ def spread(values: Collection[float]) -> dict[str, float]:
     }
 
 
-def compared(rounds: Iterable[tuple[float, float]]) -> dict[str, float]:
-    """The medians of two systems that take turns, and the ratios of the rounds; a round is (ours, theirs)."""
+def compared(rounds: Iterable[tuple[float, float]]) -> dict[str, float | None]:
+    """The medians of two systems that take turns, and the ratios of the rounds; a round is (ours, theirs).
+
+    The ratios are None if theirs is 0 in a round.
+    """
     ours, theirs = zip(*rounds, strict=True)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if all(theirs) else []
     return {
         "ours": statistics.median(ours),
         "theirs": statistics.median(theirs),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
+        "ratio": statistics.median(ratios) if ratios else None,
+        "ratio_min": min(ratios, default=None),
+        "ratio_max": max(ratios, default=None),
     }
 
 

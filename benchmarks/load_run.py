@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 
-def run_load(url: str, output: Path, *options: str, timeout_s: float | None = None) -> dict[str, Any]:
+def run_load(
+    url: str, output: Path, *options: str, timeout_s: float | None = None, may_all_fail: bool = False
+) -> dict[str, Any]:
     """Run `baton bench` with `options` on the endpoint at `url`; return the run that it has written to `output`.
 
-    Raises `subprocess.TimeoutExpired` after `timeout_s` seconds.
+    A run without a request that succeeded has a nonzero exit status: it is returned if `may_all_fail`. Raises
+    `subprocess.TimeoutExpired` after `timeout_s` seconds.
     """
     output.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--output", str(output), *options]
     env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=timeout_s)
-    if done.returncode or not output.exists():
+    if (done.returncode and not may_all_fail) or not output.exists():
         raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
     run: dict[str, Any] = json.loads(output.read_text())["run"]
     return run

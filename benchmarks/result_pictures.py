@@ -60,6 +60,19 @@ def versus_picture(run: Run, axis: Any) -> None:
     axis.set_title(f"{workload['model']}, {workload['dtype']}, {workload['workload']} lengths, 2 cores")
 
 
+def goodput_picture(run: Run, axis: Any) -> None:
+    """Share of requests that met both targets over the rate, with one point for every round."""
+    for system, each in run["figures"]["systems"].items():
+        rates, shares = ([at[name] for at in each["shares"]] for name in ("rate", "good_share"))
+        (line,) = axis.plot(rates, [100 * share for share in shares], label=system)
+        points = [(of["rate"], 100 * of["good_share"]) for of in run["figures"]["runs"] if of["system"] == system]
+        axis.plot(*zip(*points, strict=True), marker=".", linestyle="", color=line.get_color())
+    axis.axhline(90, color="grey", linestyle=":")
+    axis.set(xlabel="requests/s", ylabel="met both targets, %", ylim=(0, None))
+    workload = run["workload"]
+    axis.set_title(f"{workload['model']}, {workload['dtype']}, {workload['workload']} lengths, 2 cores")
+
+
 def steady_picture(run: Run, axis: Any) -> None:
     """Memory of each process over the number of requests."""
     for name, values in run["figures"]["resident_mib"].items():
@@ -80,6 +93,8 @@ def autoscale_picture(run: Run, axis: Any) -> None:
 PICTURE_OF: dict[str, Callable[[Run, Any], None]] = {
     "versus-15m-bfloat16-fixed": versus_picture,
     "versus-0.5b-bfloat16-fixed": versus_picture,
+    "goodput-15m-float32-fixed": goodput_picture,
+    "goodput-15m-float32-sharegpt": goodput_picture,
     "steady": steady_picture,
     "autoscale": autoscale_picture,
 }

@@ -65,30 +65,56 @@ def named(figures: Figures) -> list[Row]:
     return [{"name": name, **each} for name, each in figures.items()]
 
 
-def versus(run: Run) -> str:
-    """Baton compared with vLLM: medians, and ratios of the rounds."""
+def failures(runs: Iterable[Row]) -> str:
+    """The line that says how many requests of each system failed; empty if none did."""
     failed = Counter[str]()
-    for each in run["figures"]["runs"]:
+    for each in runs:
         failed[each["system"]] += each.get("failed", 0)
     note = ", ".join(f"{number} of {system}" for system, number in failed.items() if number)
-    return _versus(run) + (f"\nFailed requests: {note}.\n" if note else "")
+    return f"\nFailed requests: {note}.\n" if note else ""
 
 
-def _versus_rows(figures: Figures) -> Iterator[Row]:
+def compared_rows(figures: Figures, by: str, figure: str) -> Iterator[Row]:
+    """The rows of systems that took turns at each value of `by`, with the ratio of `figure` and its range."""
     for each in figures["ratios"]:
-        rate, mine = each["output_tokens_per_s"], (each["ours"], each["concurrency"])
-        rounds = sum((of["system"], of["concurrency"]) == mine for of in figures["runs"])
-        span = f"{rate['ratio_min']:.2f} to {rate['ratio_max']:.2f}" if rounds > 1 else "one round"
-        yield each | {"rate": rate, "span": span}
+        of = each[figure]
+        rounds = sum((run["system"], run[by]) == (each["ours"], each[by]) for run in figures["runs"])
+        span = "{ratio_min:.2f} to {ratio_max:.2f}" if rounds > 1 else "one round"
+        yield each | {"ratio": "-" if of["ratio"] is None else f"**{{ratio:.2f}}** ({span})".format(**of)}
+
+
+def versus(run: Run) -> str:
+    """Baton compared with vLLM: medians, and ratios of the rounds."""
+    return _versus(run) + failures(run["figures"]["runs"])
 
 
 _versus = Table(
     """
 | systems | concurrency | output tokens/s | ratio | TTFT p50, ms | ITL P99, ms |
-| {ours} / {theirs} | {concurrency} | {rate[ours]:.1f} / {rate[theirs]:.1f} | **{rate[ratio]:.2f}** ({span}) \
+| {ours} / {theirs} | {concurrency} | {output_tokens_per_s[ours]:.1f} / {output_tokens_per_s[theirs]:.1f} | {ratio} \
 | {ttft_p50_s[ours]:m.0f} / {ttft_p50_s[theirs]:m.0f} | {itl_p99_s[ours]:m.0f} / {itl_p99_s[theirs]:m.0f} |
 """,
-    _versus_rows,
+    lambda figures: compared_rows(figures, "concurrency", "output_tokens_per_s"),
+)
+
+
+def goodput(run: Run) -> str:
+    """Baton compared with vLLM by the requests that met both targets, and the highest rate that each system held."""
+    workload, systems = run["workload"], run["figures"]["systems"]
+    told = ", ".join(f"{name} {Cell().format('{:g}', each['highest_rate'])}" for name, each in systems.items())
+    targets = f"the first token within {workload['ttft_s']:g} s, the others {1000 * workload['itl_s']:g} ms apart"
+    note = f"Targets of a request: {targets} in the mean. Highest of these rates at which 90 % met both: {told}."
+    return f"{_goodput(run)}\n{note}\n{failures(run['figures']['runs'])}"
+
+
+_goodput = Table(
+    """
+| systems | requests/s | good requests/s | ratio | met both targets, % | output tokens/s |
+| {ours} / {theirs} | {rate:g} | {goodput[ours]:.2f} / {goodput[theirs]:.2f} | {ratio} \
+| {good_share[ours]:c.0f} / {good_share[theirs]:c.0f} \
+| {output_tokens_per_s[ours]:.0f} / {output_tokens_per_s[theirs]:.0f} |
+""",
+    lambda figures: compared_rows(figures, "rate", "goodput"),
 )
 
 
@@ -345,6 +371,8 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-0.5b-bfloat16-fixed": versus,
     "versus-0.5b-float32-fixed": versus,
     "versus-0.5b-bfloat16-sharegpt": versus,
+    "goodput-15m-float32-fixed": goodput,
+    "goodput-15m-float32-sharegpt": goodput,
     "llama-0.5b": llama,
     "against": against,
     "products": against,

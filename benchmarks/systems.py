@@ -1,0 +1,122 @@
+"""The systems that are compared on one machine with the same weights and prompts, and how they take turns.
+
+All systems are up during the whole run (an idle one takes a few percent of a core), and each gets one run of the load
+in turn, in another order each round. All have equal cores: a pair has one core for each of its workers, a single system
+has both. The load is token ids, the same to all systems in a round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.command import show
+from benchmarks.figures import compared
+from benchmarks.local import local_stack
+from benchmarks.models import give_every_token_text, llama_15m, qwen2_05b
+from benchmarks.peers import vllm
+
+MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
+PAIRS = (("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
+SYSTEMS = tuple(name for pair in PAIRS for name in pair)
+
+Model = Literal["15m", "0.5b"]
+Workload = Literal["fixed", "sharegpt"]
+Turn = dict[str, Any]
+"""One run of the load on one system: the system, the point of the load, the round, the seed, and the figures."""
+
+
+def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
+    """Start a system; return its base URL."""
+    common = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**30)]
+    match name:
+        case "baton pair":
+            return stack.enter_context(local_stack([*common, "--prefill", "1", "--decode", "1"])).url
+        case "baton colocated":
+            return stack.enter_context(local_stack([*common, "--prefill", "0", "--decode", "1"])).url
+        case "vllm single":
+            return stack.enter_context(vllm.single(folder, dtype=dtype))
+        case "vllm pair":
+            return stack.enter_context(vllm.pair(folder, dtype=dtype))
+    raise SystemExit(f"no such system: {name}")
+
+
+@contextmanager
+def started(scratch: Path, model: Model, dtype: str, systems: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Start all systems with one checkpoint; yields their base URLs by name."""
+    folder = scratch / "model"
+    folder.mkdir()
+    MODELS[model](folder)
+    give_every_token_text(folder)
+    with ExitStack() as stack:
+        yield {name: start(stack, name, folder, dtype) for name in systems}
+
+
+def peers_of(systems: Sequence[str], dtype: str) -> dict[str, Any] | None:
+    """The description of the other systems for the record; None if there are none."""
+    return {"vllm": vllm.described(dtype)} if any(name.startswith("vllm") for name in systems) else None
+
+
+def length_options(workload: Workload, input_tokens: int, output_tokens: int) -> list[str]:
+    """Options of the load generator for the lengths; the numbers of tokens are those of `fixed`."""
+    if workload == "fixed":
+        return ["--workload", workload, "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
+    return ["--workload", workload, "--max-input-tokens", "1500", "--max-output-tokens", "300"]
+
+
+def turns(points: Sequence[float], rounds: int) -> Iterator[tuple[int, float]]:
+    """(round, point of the load) of each turn. Round -1 is a warm-up."""
+    yield -1, min(points)
+    yield from itertools.product(range(rounds), points)
+
+
+def in_turns(
+    systems: Sequence[str],
+    by: str,
+    points: Sequence[float],
+    *,
+    rounds: int,
+    minutes: float,
+    load: Callable[[str, float, int], dict[str, Any]],
+) -> Iterator[list[Turn]]:
+    """Let the systems take turns at each point of the load; yields all turns so far after each point.
+
+    `by` names what the points are; `load` runs one (system, point, seed) and returns its figures. No point begins when
+    `minutes` have passed. Each point and round has a seed of its own, so that no prompt is in a prefix cache already.
+    """
+    done: list[Turn] = []
+    end = time.monotonic() + 60 * minutes
+    for number, point in turns(points, rounds):
+        if time.monotonic() > end:
+            return
+        seed = round(1000 * point) + number + 1
+        first = number % len(systems)
+        for name in (*systems[first:], *systems[:first]):
+            figures = load(name, point, seed)
+            show(f"{number} {name}, {point:g}", figures)
+            done += [{"system": name, by: point, "round": number, "seed": seed, **figures}] if number >= 0 else []
+        if done:
+            yield done
+
+
+def compared_pairs(done: Sequence[Turn], by: str, figures: Sequence[str]) -> list[dict[str, Any]]:
+    """For each pair of systems and each point of the load: medians, and the ratios of the rounds."""
+    made = []
+    for ours, theirs in PAIRS:
+        for point in sorted({each[by] for each in done}):
+            rounds = [
+                {each["system"]: each for each in done if (each[by], each["round"]) == (point, number)}
+                for number in sorted({each["round"] for each in done})
+            ]
+            rounds = [each for each in rounds if ours in each and theirs in each]
+            if not rounds:
+                continue
+            entry: dict[str, Any] = {"ours": ours, "theirs": theirs, by: point}
+            for figure in figures:
+                entry[figure] = compared((each[ours][figure], each[theirs][figure]) for each in rounds)
+            made.append(entry)
+    return made
