@@ -198,6 +198,7 @@ def test_the_rest_at_a_glance() -> None:
         },
         {"alone": {"itl": {"p99_ms": 14.0}}, "batch-flood": {"itl": {"p99_ms": 85.0}}},
         {"mean_output_tokens": 9.0, "default": memory(0.0, 1), "swap": memory(0.41), "recompute": memory(0.44, 0, 2)},
+        {"rows": [{}, {}, {"beyond_mib": 265, "peak_mib": 3193}]},
         {
             "conversations": {"0": {}, "0.05": {"preempted_share": 0.0, "blocks_used_share": 0.89}},
             "code": {"0": {}, "0.05": {"preempted_share": 0.0098, "blocks_used_share": 0.942}},
@@ -216,11 +217,12 @@ def test_the_rest_at_a_glance() -> None:
         "18 / 429 ms",
         "14 / 85 ms",
         "3; 0 (41 and 44 where memory is over-committed on purpose)",
+        "265 MiB; 3,193 MiB",
         "1.0 %; 89 to 94 %",
         "1.14 ms; 0.3 ms",
     ]
     assert lines[-1].endswith("| [record](benchmarks/results/scheduler-cost.json) |")
-    assert at_a_glance(None, runs[1], *[None] * 5).splitlines()[2:] == [lines[2]], "what is not recorded has no line"
+    assert at_a_glance(None, runs[1], *[None] * 6).splitlines()[2:] == [lines[2]], "what is not recorded has no line"
 
 
 def test_faults_are_counted_over_the_transports() -> None:
