@@ -44,7 +44,7 @@ PROMPT = [(7 * position + 1) % 1000 + 5 for position in range(64)]
 NUM_TOKENS = 16
 """The prompt that both continue, and by how many tokens."""
 MOST_DIFFERENCE = 1e-3
-"""Of the log probabilities of the same token in float32."""
+"""Largest difference allowed between the log probabilities of the same token in float32."""
 
 
 def candidates(dtype: str) -> list[Settings]:
