@@ -93,6 +93,7 @@ def test_helpers_come_again_after_they_slept(kernels: Kernels) -> None:
         assert torch.equal(kernels.linear(x, packed, None, 2000), once)
 
 
+@pytest.mark.processes
 def test_a_forked_process_computes_without_the_helpers_of_its_parent(kernels: Kernels) -> None:
     """In a process of its own, because torch's threads would not survive a fork of the tests."""
     program = """
@@ -669,19 +670,3 @@ def test_without_a_cache_that_can_be_trusted_the_kernels_are_compiled_and_nothin
     assert out.tolist() == [[8.0] * 16]
     assert list(tmp_path.rglob("*.so")) == []
     assert list(scratch.iterdir()) == []
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("given", "spins"),
-    [({}, str(native.SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
-    ids=["by default", "as set", "always spinning"],
-)
-def test_threads_spin_a_little_unless_told_otherwise(given: dict[str, str], spins: str | None) -> None:
-    """OpenMP reads it when it is loaded, with the kernels."""
-    script = "import os; from common.engine import native; native.kernels(); print(os.environ.get('GOMP_SPINCOUNT'))"
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
-    done = subprocess.run([sys.executable, "-c", script], env=environment | given, capture_output=True, text=True)
-    assert done.stdout.strip() == str(spins), done.stderr

@@ -39,9 +39,6 @@ would depend on the loop that computed it."""
 _COMPILE_TIMEOUT_S = 120.0
 PANEL = 16
 """Outputs per panel of packed weights."""
-SPINS = 3000
-"""Rounds that a thread spins for the next kernel before it sleeps: some tens of microseconds, because waking up takes
-longer than most kernels run. Not applied if GOMP_SPINCOUNT is set, or OMP_WAIT_POLICY to another value than passive."""
 
 
 def serves(head_dim: int) -> bool:
@@ -357,8 +354,6 @@ def unpacked_rows(packed: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def kernels() -> Kernels | None:
     """The kernels, compiled if need be. Returns None, and logs a warning, if that fails."""
-    if os.environ.get("OMP_WAIT_POLICY", "passive").lower() == "passive":
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))  # read when the library is loaded
     try:
         return _load()
     except (OSError, AttributeError, subprocess.SubprocessError) as error:

@@ -36,7 +36,7 @@ enum {
     GROUP = 4,    /* panels that are multiplied with a single row at a time */
     ROWS = 192,   /* most rows that are multiplied with a panel before the next one */
     DEPTH = 512,  /* most of their input features */
-    MANY = 32,    /* rows from which on threads take few panels at a time */
+    MANY = 32,    /* rows beyond which threads take few panels at a time */
     RUN_BYTES = 1 << 19, /* most bytes of the adjacent panels that a thread takes for fewer rows */
     PARTS = 4,    /* least number of these for each thread */
     MAX_HEAD_DIM = 512,
