@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from benchmarks.command import Result, run
 from benchmarks.load_run import run_load
+from benchmarks.models import Model
 from benchmarks.systems import (
     SYSTEMS,
-    Model,
     Turn,
     Workload,
     compared_pairs,
@@ -98,7 +98,7 @@ def measure(
     """Start the systems, and let them take turns at each rate: all runs so far after each rate."""
     options = [*length_options(workload, input_tokens, output_tokens), "--duration-s", str(seconds)]
     options += ["--timeout-s", str(timeout_s), "--ttft-target-s", str(ttft_s), "--tpot-target-s", str(itl_s)]
-    peers = peers_of(systems, dtype)
+    peers = peers_of(systems, model, dtype)
     with started(scratch, model, dtype, systems) as urls:
 
         def load(name: str, rate: float, seed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -85,3 +86,8 @@ def give_every_token_text(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "w0 ")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+
+
+Model = Literal["15m", "0.5b"]
+MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
+"""The models that are compared with those of other systems, by name."""

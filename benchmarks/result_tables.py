@@ -98,6 +98,21 @@ _versus = Table(
 )
 
 
+def _settings_rows(figures: Figures) -> Iterator[Row]:
+    for each in figures["runs"]:
+        yield each | {"used": "yes" if figures["chosen"][each["form"]] == each["settings"] else ""}
+
+
+vllm_settings = Table(
+    """
+| vLLM | tokens of a step | cores left to the API server | output tokens/s | TTFT p50, ms | ITL P99, ms | used |
+| {form} | {settings[max_num_batched_tokens]} | {settings[reserved_cores]} | {output_tokens_per_s:.1f} \
+| {ttft_p50_s:m.0f} | {itl_p99_s:m.0f} | {used} |
+""",
+    _settings_rows,
+)
+
+
 def goodput(run: Run) -> str:
     """Baton compared with vLLM by the requests that met both targets, and the highest rate that each system held."""
     workload, systems = run["workload"], run["figures"]["systems"]
@@ -373,6 +388,8 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-0.5b-bfloat16-sharegpt": versus,
     "goodput-15m-float32-fixed": goodput,
     "goodput-15m-float32-sharegpt": goodput,
+    "vllm-settings-15m-float32": vllm_settings,
+    "vllm-settings-0.5b-float32": vllm_settings,
     "llama-0.5b": llama,
     "against": against,
     "products": against,

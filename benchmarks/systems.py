@@ -11,37 +11,36 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.command import show
 from benchmarks.figures import compared
 from benchmarks.local import local_stack
-from benchmarks.models import give_every_token_text, llama_15m, qwen2_05b
+from benchmarks.models import MODELS, Model, give_every_token_text
 from benchmarks.peers import vllm
 
-MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
 PAIRS = (("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
 SYSTEMS = tuple(name for pair in PAIRS for name in pair)
 
-Model = Literal["15m", "0.5b"]
 Workload = Literal["fixed", "sharegpt"]
 Turn = dict[str, Any]
 """One run of the load on one system: the system, the point of the load, the round, the seed, and the figures."""
 
 
-def start(stack: ExitStack, name: str, folder: Path, dtype: str) -> str:
-    """Start a system; return its base URL."""
+def start(stack: ExitStack, name: str, folder: Path, model: Model, dtype: str) -> str:
+    """Start a system; return its base URL. The prefill worker of a pair computes every prompt, however short."""
     common = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**30)]
     match name:
         case "baton pair":
-            return stack.enter_context(local_stack([*common, "--prefill", "1", "--decode", "1"])).url
+            roles = ["--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0"]
+            return stack.enter_context(local_stack([*common, *roles])).url
         case "baton colocated":
             return stack.enter_context(local_stack([*common, "--prefill", "0", "--decode", "1"])).url
-        case "vllm single":
-            return stack.enter_context(vllm.single(folder, dtype=dtype))
-        case "vllm pair":
-            return stack.enter_context(vllm.pair(folder, dtype=dtype))
+        case "vllm single" | "vllm pair":
+            form = name.removeprefix("vllm ")
+            return stack.enter_context(vllm.FORMS[form](folder, dtype=dtype, settings=vllm.chosen(form, model, dtype)))
     raise SystemExit(f"no such system: {name}")
 
 
@@ -53,12 +52,14 @@ def started(scratch: Path, model: Model, dtype: str, systems: Sequence[str]) -> 
     MODELS[model](folder)
     give_every_token_text(folder)
     with ExitStack() as stack:
-        yield {name: start(stack, name, folder, dtype) for name in systems}
+        yield {name: start(stack, name, folder, model, dtype) for name in systems}
 
 
-def peers_of(systems: Sequence[str], dtype: str) -> dict[str, Any] | None:
+def peers_of(systems: Sequence[str], model: Model, dtype: str) -> dict[str, Any] | None:
     """The description of the other systems for the record; None if there are none."""
-    return {"vllm": vllm.described(dtype)} if any(name.startswith("vllm") for name in systems) else None
+    forms = [name.removeprefix("vllm ") for name in systems if name.startswith("vllm ")]
+    settings = {form: asdict(vllm.chosen(form, model, dtype)) for form in forms}
+    return {"vllm": vllm.described(dtype, settings)} if forms else None
 
 
 def length_options(workload: Workload, input_tokens: int, output_tokens: int) -> list[str]:
@@ -69,9 +70,8 @@ def length_options(workload: Workload, input_tokens: int, output_tokens: int) ->
 
 
 def turns(points: Sequence[float], rounds: int) -> Iterator[tuple[int, float]]:
-    """(round, point of the load) of each turn. Round -1 is a warm-up."""
-    yield -1, min(points)
-    yield from itertools.product(range(rounds), points)
+    """(round, point of the load) of each turn. Round -1 is a warm-up at each point."""
+    return itertools.product(range(-1, rounds), points)
 
 
 def in_turns(

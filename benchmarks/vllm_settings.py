@@ -1,0 +1,75 @@
+"""Choose vLLM's settings for a model and dtype: those with which it gives most tokens at 8 requests at a time.
+
+    python -m benchmarks.vllm_settings --model 15m --dtype float32
+
+The candidates are `CANDIDATES`. One is up at a time, so that large models fit;
+after a warm-up it gets the load `--runs` times, of which the median counts. `benchmarks.versus` and
+`benchmarks.goodput` use the best of them at every concurrency and rate. The results so far are
+recorded after each candidate. Needs `python -m benchmarks.peers.install_vllm`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import Result, run, show
+from benchmarks.load_run import load_figures, run_load
+from benchmarks.models import MODELS, Model, give_every_token_text
+from benchmarks.peers import vllm
+from benchmarks.peers.vllm import FORMS, Settings
+
+CONCURRENCY = 8
+_SIZES = [Settings(max_num_batched_tokens=number) for number in (512, 1024, 2048, 4096)]
+CANDIDATES = {"single": [*_SIZES, Settings(reserved_cores=1)], "pair": _SIZES}
+"""The settings that are tried, by form."""
+
+
+def chosen(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """For each form that was measured, the settings that gave most tokens per second."""
+    best: dict[str, dict[str, Any]] = {}
+    for each in runs:
+        if each["form"] not in best or each["output_tokens_per_s"] > best[each["form"]]["output_tokens_per_s"]:
+            best[each["form"]] = each
+    return {form: each["settings"] for form, each in best.items()}
+
+
+def measure(
+    scratch: Path,
+    *,
+    model: Model = "15m",
+    dtype: str = "float32",
+    runs: int = 3,
+    requests: int = 24,
+    input_tokens: int = 512,
+    output_tokens: int = 64,
+) -> Iterator[Result]:
+    """Start each candidate in its turn, and measure it: all candidates so far after each one."""
+    folder = scratch / "model"
+    folder.mkdir()
+    MODELS[model](folder)
+    give_every_token_text(folder)
+    options = ["--workload", "fixed", "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
+    options += ["--concurrency", str(CONCURRENCY), "--requests", str(requests)]
+    done: list[dict[str, Any]] = []
+    for form, candidates in CANDIDATES.items():
+        for settings in candidates:
+            with FORMS[form](folder, dtype=dtype, settings=settings) as url:
+                made = [
+                    load_figures(run_load(url, scratch / "run.json", *options, "--seed", str(seed)))
+                    for seed in range(runs + 1)
+                ][1:]
+            figures = {name: statistics.median(each[name] for each in made) for name in made[0]}
+            done.append({"form": form, "settings": asdict(settings), **figures})
+            show(f"{form} {settings}", figures)
+            peers = {"vllm": vllm.described(dtype, chosen(done))}
+            yield Result(
+                name=f"vllm-settings-{model}-{dtype}", figures={"chosen": chosen(done), "runs": done}, peers=peers
+            )
+
+
+if __name__ == "__main__":
+    run(measure, __doc__)
