@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,12 +26,17 @@ class PeerError(Exception):
     """A peer did not start."""
 
 
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to connections: a peer listens a minute after its port was chosen."""
+
+
 def free_port() -> int:
-    """A port of the loopback interface that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of the loopback interface, one of `PORTS`, that no process listens on. Raises `PeerError`."""
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise PeerError("no free port")
 
 
 def answers(url: str) -> bool:
