@@ -3,12 +3,14 @@
 | device | type | representation |
 |---|---|---|
 | CUDA | any | `[out, in]`, as in the checkpoint; few rows may have a kernel: `common.engine.kernels.skinny` |
+| CPU with kernels in C, and instructions for bfloat16 | bfloat16 | panels of pairs: `common.engine.native` |
 | CPU with instructions for the type | bfloat16, float16 | packed for oneDNN, once rather than in every call |
-| CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type: `common.engine.native` |
+| CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type |
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
 
-The kernels in C take and return float32, and round nothing; a row's product does not depend on the rows beside it, as
-one of oneDNN's may. With `row_invariant` they take the place of oneDNN. In the last row, a product of low-precision
+The kernels in C take and return float32, and round nothing but the inputs that are multiplied with pairs; a row's
+product does not depend on the rows beside it, as one of oneDNN's may. With `row_invariant` they take the place of
+oneDNN. In the last row, a product of low-precision
 inputs is summed in float32 and rounded once, as hardware would do it.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding, linear
 
-from common.engine.native import Kernels, pack, unpacked_rows
+from common.engine.native import Kernels, pack, pack_pairs, unpacked_rows
 
 FEW_ROWS = 16
 """Most rows of a product for which a GPU may have a kernel of its own."""
@@ -49,14 +51,16 @@ class Linear:
         """`row_invariant`: compute with `kernels`, which a CPU must then have, although oneDNN could be faster."""
         on_cpu = self._on_cpu = device.type == "cpu"
         native = multiplies_natively(dtype) and not row_invariant
-        self._kernels = kernels if on_cpu and (dtype == torch.float32 or not native) else None
+        self._in_pairs = kernels is not None and dtype == torch.bfloat16 and kernels.multiplies_pairs
+        in_c = dtype == torch.float32 or self._in_pairs or not native
+        self._kernels = kernels if on_cpu and in_c else None
         stored = torch.float32 if on_cpu and not native and self._kernels is None else dtype
         if on_cpu and stored == torch.float32 and self._kernels is None:
             self.weight = torch.empty(in_features, out_features, dtype=stored, device=device).T
         else:
             self.weight = torch.empty(out_features, in_features, dtype=stored, device=device)
         self.bias = torch.empty(out_features, dtype=stored, device=device) if bias else None
-        self.out_features = out_features
+        self.out_features, self.in_features = out_features, in_features
         self._stored = stored
         self._packed: torch.Tensor | None = None
 
@@ -68,7 +72,7 @@ class Linear:
     def pack(self) -> None:
         """Convert the loaded weight to its final representation. `weight` may be gone afterwards."""
         if self._kernels is not None:
-            self._packed = pack(self.weight)
+            self._packed = pack_pairs(self.weight) if self._in_pairs else pack(self.weight)
             self.bias = None if self.bias is None else self.bias.float()
             del self.weight
         elif self.for_onednn:
@@ -79,7 +83,7 @@ class Linear:
         if self._kernels is None:
             return embedding(rows_T, self.weight)
         assert self._packed is not None, "the weight has not been packed"
-        return unpacked_rows(self._packed, rows_T)
+        return unpacked_rows(self._packed, rows_T)[:, : self.in_features]
 
     def pack_for_onednn(self) -> None:
         """Let oneDNN choose the layout of the weight."""

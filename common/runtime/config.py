@@ -175,8 +175,8 @@ class WorkerSettings(TierSettings):
     cpu_kernels: bool = Field(True, description="on a CPU: compute with kernels in C, compiled at first use")
     row_invariant: bool = Field(
         False,
-        description="on a CPU with instructions for the weights' type: compute products with the kernels in C, so that "
-        "an answer does not depend on the requests beside it",
+        description="for float16 on a CPU with instructions for it: compute products with the kernels in C, so that an "
+        "answer does not depend on the requests beside it",
     )
     num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
     run_ahead: Literal["auto", "on", "off"] = Field(

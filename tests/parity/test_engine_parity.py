@@ -229,13 +229,14 @@ def test_logits_do_not_depend_on_chunks(checkpoint: Callable[[str], Path], varia
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "pairs"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_in_c_logits_have_the_same_bits_in_chunks_of_any_size(
-    checkpoint: Callable[[str], Path], variant: str, dtype: str
+    checkpoint: Callable[[str], Path], variant: str, dtype: str, pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode step is a chunk of one token. So a worker that continues an answer, and computes the tokens so far as a
     prompt, goes on with the same numbers."""
+    monkeypatch.setattr(compiled(in_c), "multiplies_pairs", pairs)
     (prompt,) = prompts((150,))
     whole = logits_of_chunks(checkpoint(variant), prompt, 150, in_c, dtype=dtype)
     for chunk in (64, 16, 7, 1):
@@ -277,13 +278,22 @@ def test_an_invalid_sequence_does_not_spoil_the_others(checkpoint: Callable[[str
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
-@pytest.mark.parametrize(("backend", "worse_at_most"), [(in_torch, 1.5), (in_c, 1.0)])
+@pytest.mark.parametrize(
+    ("backend", "pairs", "worse_at_most"), [(in_torch, False, 1.5), (in_c, False, 1.0), (in_c, True, 1.0)]
+)
 def test_bfloat16_is_close_to_transformers(
-    checkpoint: Callable[[str], Path], variant: str, backend: Backends, worse_at_most: float
+    checkpoint: Callable[[str], Path],
+    variant: str,
+    backend: Backends,
+    pairs: bool,
+    worse_at_most: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = checkpoint(variant)
     (prompt,) = prompts((40,))
     kernels = compiled(backend)
+    if kernels is not None:
+        monkeypatch.setattr(kernels, "multiplies_pairs", pairs)
     config = ModelConfig.from_folder(folder)
     decoder = Decoder(config, load_weights(config, folder, "bfloat16", torch.device("cpu"), kernels=kernels))
     cache = KVCache(config.layout(BLOCK_SIZE, "bfloat16"), 4, torch.device("cpu"))

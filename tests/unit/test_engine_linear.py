@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -87,24 +88,27 @@ def test_each_type_has_a_flag_of_its_own(monkeypatch: pytest.MonkeyPatch, dtype:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "instructions", "path"),
+    ("dtype", "pairs", "instructions", "path"),
     [
-        (torch.bfloat16, True, "onednn"),
-        (torch.float16, True, "onednn"),
-        (torch.bfloat16, False, "c"),
-        (torch.float16, False, "c"),
-        (torch.float32, True, "c"),
+        (torch.bfloat16, True, True, "pairs"),
+        (torch.bfloat16, False, True, "onednn"),
+        (torch.float16, True, True, "onednn"),
+        (torch.bfloat16, False, False, "c"),
+        (torch.float16, True, False, "c"),
+        (torch.float32, True, True, "c"),
     ],
     ids=str,
 )
-def test_kernels_in_c_are_for_what_the_cpu_has_no_instructions_for(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, instructions: bool, path: str
+def test_onednn_is_for_what_the_cpu_has_instructions_for_and_the_kernels_in_c_have_not(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, pairs: bool, instructions: bool, path: str
 ) -> None:
     taken = []
     monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: instructions)
     monkeypatch.setattr(Linear, "pack_for_onednn", lambda self: taken.append("onednn"))
     monkeypatch.setattr(linear_module, "pack", lambda weight: taken.append("c"))
-    projection = Linear(24, 16, bias=True, dtype=dtype, device=CPU, kernels=cast("Kernels", object()))
+    monkeypatch.setattr(linear_module, "pack_pairs", lambda weight: taken.append("pairs"))
+    kernels = cast("Kernels", SimpleNamespace(multiplies_pairs=pairs))
+    projection = Linear(24, 16, bias=True, dtype=dtype, device=CPU, kernels=kernels)
     assert projection.weight.dtype == dtype
     projection.pack()
     assert taken == [path]
@@ -124,11 +128,28 @@ def test_where_rows_must_not_depend_on_each_other_the_kernels_multiply(
     monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: True)
     monkeypatch.setattr(Linear, "pack_for_onednn", lambda self: for_onednn.append(self))
     projection = Linear(
-        24, 16, bias=False, dtype=torch.bfloat16, device=CPU, kernels=kernels, row_invariant=row_invariant
+        24, 16, bias=False, dtype=torch.float16, device=CPU, kernels=kernels, row_invariant=row_invariant
     )
-    weight, x = torch.randn(24, 16).bfloat16(), torch.randn(5, 16)
+    weight, x = torch.randn(24, 16).half(), torch.randn(5, 16)
     projection.weight.copy_(weight)
     projection.pack()
     if row_invariant:
         torch.testing.assert_close(projection(x).double(), linear(x.double(), weight.double()), rtol=1e-5, atol=1e-5)
     assert for_onednn == ([] if row_invariant else [projection])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_in_pairs_a_product_is_that_of_rounded_inputs(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    require("compiler")
+    kernels = native.kernels()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "multiplies_pairs", True)
+    weight, x, offset = torch.randn(24, 40).bfloat16(), torch.randn(5, 40), torch.randn(24).bfloat16()
+    projection = Linear(24, 40, bias=bias, dtype=torch.bfloat16, device=CPU, kernels=kernels)
+    projection.weight.copy_(weight)
+    if projection.bias is not None:
+        projection.bias.copy_(offset)
+    projection.pack()
+    expected = linear(x.bfloat16().double(), weight.double(), offset.double() if bias else None)
+    torch.testing.assert_close(projection(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(projection.rows(torch.tensor([23, 0, 17])), weight[[23, 0, 17]])

@@ -23,7 +23,7 @@ from common.engine import native
 from common.engine.backend import TorchBackend
 from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
-from common.engine.native import Kernels, pack
+from common.engine.native import BLOCK, Kernels, pack, pack_pairs, unpacked_rows
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import Rows
 from common.engine.rope import Rope, RopeConfig
@@ -31,6 +31,7 @@ from common.engine.runner import load_runner
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EMULATED = Path(__file__).parents[1] / "emulated_tiles.h"
 TOLERANCE = 1e-5
 """‖out - ref‖ / ‖ref‖: sums are in float32 whatever the type of the weights."""
 
@@ -43,15 +44,35 @@ def kernels() -> Kernels:
     return found
 
 
-@pytest.fixture(scope="module", params=["of this CPU", "large"])
-def tiled(request: pytest.FixtureRequest, kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """The kernels with the tiles that suit this CPU, and with those of a CPU with AVX-512."""
-    if request.param == "of this CPU":
-        return kernels
+def compiled(folder: Path, *flags: str) -> Kernels:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(native, "_FLAGS", ("-O1", *native._FLAGS[1:], "-DLARGE_TILES"))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(native, "_FLAGS", ("-O1", *native._FLAGS[1:], *flags))
         return native._load()
+
+
+@pytest.fixture(scope="module")
+def large(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The kernels with the tiles of a CPU with AVX-512."""
+    return compiled(tmp_path_factory.mktemp("large"), "-DLARGE_TILES")
+
+
+@pytest.fixture(scope="module", params=["of this CPU", "large"])
+def tiled(request: pytest.FixtureRequest, kernels: Kernels, large: Kernels) -> Kernels:
+    """The kernels with the tiles that suit this CPU, and with those of a CPU with AVX-512."""
+    return kernels if request.param == "of this CPU" else large
+
+
+@pytest.fixture(scope="module")
+def emulating(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The kernels with AMX, whose instructions are emulated."""
+    return compiled(tmp_path_factory.mktemp("tiles"), f'-DEMULATED_TILES="{EMULATED}"')
+
+
+@pytest.fixture(scope="module", params=["of this CPU", "large", "emulated AMX"])
+def pairing(request: pytest.FixtureRequest, kernels: Kernels, large: Kernels, emulating: Kernels) -> Kernels:
+    """Kernels for products of pairs. Without instructions for them, pairs are widened."""
+    return {"of this CPU": kernels, "large": large, "emulated AMX": emulating}[request.param]
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +165,59 @@ def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(tiled: Kernels, d
         alone = torch.cat([tiled.linear(row[None], packed, bias, 70) for row in x])
         for rows in (2, 3, 5, 8, 24, 100, 230):
             assert torch.equal(tiled.linear(x[:rows], packed, bias, 70), alone[:rows]), (in_features, rows)
+
+
+def test_a_cpu_with_tiles_has_its_weights_in_pairs(emulating: Kernels) -> None:
+    assert emulating.multiplies_pairs
+
+
+@pytest.mark.parametrize("out_features", [1, 16, 40, 100, 130])
+def test_a_product_of_pairs_is_that_of_rounded_inputs_for_any_number_of_rows(
+    pairing: Kernels, out_features: int
+) -> None:
+    torch.manual_seed(out_features)
+    for in_features in (1, 7, 32, 96, 99, 1100, 4200):
+        weight, bias = torch.randn(out_features, in_features).bfloat16(), torch.randn(out_features)
+        packed = pack_pairs(weight)
+        for rows in (1, 2, 3, 4, 7, 8, 10, 11, 15, 16, 17, 32, 33, 49, 256, 257, 290):
+            x = torch.randn(rows, in_features)
+            out, exact = pairing.linear(x, packed, bias, out_features), x.bfloat16().double() @ weight.double().T
+            assert distance(out, exact + bias.double()) < TOLERANCE, (in_features, rows)
+        assert distance(pairing.linear(x, packed, None, out_features), exact) < TOLERANCE
+
+
+def test_a_row_s_product_of_pairs_depends_neither_on_the_rows_beside_it_nor_on_threads(pairing: Kernels) -> None:
+    torch.manual_seed(1)
+    for in_features in (50, 2500):
+        packed, bias = pack_pairs(torch.randn(200, in_features).bfloat16()), torch.randn(200)
+        x = torch.randn(300, in_features)
+        torch.set_num_threads(1)
+        alone = torch.cat([pairing.linear(row[None], packed, bias, 200) for row in x])
+        for rows, threads in ((2, 1), (5, 3), (16, 2), (24, 3), (100, 1), (257, 2), (300, 3)):
+            torch.set_num_threads(threads)
+            assert torch.equal(pairing.linear(x[:rows], packed, bias, 200), alone[:rows]), (in_features, rows)
+
+
+def test_pairs_round_as_torch_does_and_keep_what_is_not_a_number_in_its_row(pairing: Kernels) -> None:
+    ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.3e38, 1e-30, float("inf"), float("-inf"), float("nan")]
+    for in_features in (1, 9, 32, 40):
+        last = torch.zeros(1, in_features)
+        last[0, -1] = 1
+        x = torch.zeros(len(ties), in_features)
+        x[:, -1] = torch.tensor(ties)
+        out = pairing.linear(x, pack_pairs(last.bfloat16()), None, 1)
+        expected = x.bfloat16().float()[:, -1:]
+        assert torch.equal(out.isnan(), expected.isnan()), in_features
+        assert torch.equal(out.nan_to_num(), expected.nan_to_num()), in_features
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (17, 33), (50, 96), (130, 7)])
+def test_rows_of_packed_pairs_are_those_of_the_weight(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).bfloat16()
+    rows = unpacked_rows(pack_pairs(weight), torch.arange(shape[0]))
+    assert rows.shape[1] % BLOCK == 0
+    assert torch.equal(rows[:, : shape[1]], weight)
+    assert not rows[:, shape[1] :].any()
 
 
 def test_threads_change_nothing(kernels: Kernels) -> None:

@@ -23,7 +23,7 @@ import torch
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_SOURCES = (_SOURCE, Path(__file__).with_name("crew.h"))
+_SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in ("crew.h", "pairs.h")))
 _FLAGS = (
     "-O2",
     "-march=native",
@@ -39,6 +39,12 @@ would depend on the loop that computed it."""
 _COMPILE_TIMEOUT_S = 120.0
 PANEL = 16
 """Outputs per panel of packed weights."""
+BLOCK = 32
+"""Input features of packed pairs are a multiple of this."""
+
+
+_LINEAR = [ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 3, ctypes.c_long, ctypes.c_int]
+"""The arguments of a product: x, its rows and columns, weight, bias, out, its columns, threads."""
 
 
 def serves(head_dim: int) -> bool:
@@ -57,7 +63,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         p, n, f, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
         of_type: dict[str, tuple[list[Any], Any]] = {
-            "linear": ([p, n, n, p, p, p, n, i], i),
+            "linear": (_LINEAR, i),
             "decode": ([p, n, p, n, n, p, n, p, n, n, n, n, n, n, f, p, i], i),
             "prefill": ([p, n, p, n, n, p, n, n, n, n, n, n, n, f, p, i], i),
             "write": ([p, p, n, p, n, n, p, p, n, n, n, n, i], None),
@@ -67,6 +73,9 @@ class Kernels:
             for name, signature in of_type.items()
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         }
+        self.multiplies_pairs = bool(_function(library, "baton_multiplies_pairs", [], i)())
+        """Whether the CPU has instructions for products of bfloat16, for which its weights are packed in pairs."""
+        self._linear_pairs = _function(library, "baton_linear_pairs", _LINEAR, i)
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
         self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
         self._best = _function(library, "baton_best", [p, n, n, p, p, i], None)
@@ -76,17 +85,21 @@ class Kernels:
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
     ) -> torch.Tensor:
-        """`x @ weight.T + bias`: `[T, in]` to `[T, out]`. `packed` is a weight from `pack`, and the bias is float32.
+        """`x @ weight.T + bias`: `[T, in]` to `[T, out]`. `packed` is a weight from `pack` or `pack_pairs`, and the
+        bias is float32. With pairs, x is rounded to bfloat16.
 
-        Products are exact and summed in float32, in the order of the input features, whatever the number of rows.
-        Raises `MemoryError`.
+        Products are exact and summed in float32, in an order that does not depend on the number of rows. Raises
+        `MemoryError`.
         """
         rows, in_features = x.shape
-        assert packed.shape == (-(-out_features // PANEL), in_features, PANEL), (packed.shape, x.shape, out_features)
+        panels, pairs = -(-out_features // PANEL), packed.dim() == 4
+        shape = (panels, blocks_of(in_features) * BLOCK // 2, PANEL, 2) if pairs else (panels, in_features, PANEL)
+        assert packed.shape == shape, (packed.shape, x.shape, out_features)
         assert packed.is_contiguous()
         assert bias is None or bias.shape == (out_features,)
         out = torch.empty(rows, out_features)
-        failed = self._of_type["linear", packed.dtype](
+        multiply = self._linear_pairs if pairs else self._of_type["linear", packed.dtype]
+        failed = multiply(
             _floats(x), rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads()
         )
         if failed:
@@ -343,9 +356,32 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def blocks_of(in_features: int) -> int:
+    """Blocks of packed pairs."""
+    return -(-in_features // BLOCK)
+
+
+def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
+    """Pack a bfloat16 weight `[out, in]` in pairs of input features: `[panels, blocks * 16, 16, 2]`, padded with
+    zeros."""
+    out_features, in_features = weight.shape
+    full, pairs = out_features // PANEL, in_features // 2
+    packed = torch.zeros(-(-out_features // PANEL), blocks_of(in_features) * BLOCK // 2, PANEL, 2, dtype=torch.bfloat16)
+    for panels, rows in ((packed[:full], weight[: full * PANEL]), (packed[full:], weight[full * PANEL :])):
+        if len(panels):
+            by_panel = rows.reshape(len(panels), -1, in_features)
+            by_output = panels.transpose(1, 2)[:, : by_panel.shape[1]]  # [panel, output, pair, 2]
+            by_output[:, :, :pairs] = by_panel[:, :, : 2 * pairs].unflatten(2, (pairs, 2))
+            if in_features % 2:
+                by_output[:, :, pairs, 0] = by_panel[:, :, -1]
+    return packed
+
+
 def unpacked_rows(packed: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
-    """Rows `[T, in]` of a weight from `pack`."""
+    """Rows of a packed weight: `[T, in]`, followed by the zeros with which pairs are padded."""
     place_T = rows_T % PANEL
+    if packed.dim() == 4:
+        return packed[rows_T // PANEL, :, place_T].flatten(1)
     if packed.dtype == torch.bfloat16:
         place_T = place_T % (PANEL // 2) * 2 + place_T // (PANEL // 2)
     return packed[rows_T // PANEL, :, place_T]

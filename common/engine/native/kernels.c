@@ -6,7 +6,7 @@
    features; a score is one in the order of the dimensions, and a sum of values one in the order of the slots.
 
    Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type. Panels of bf16 are in
-   the order of `load_pair`. The last panel is padded with zeros. The inputs of a product are packed, too, and a tile of
+   the order of `load_pair`; or they are PAIRS (`pairs.h`). The last panel is padded with zeros. The inputs of a product are packed, too, and a tile of
    up to 6 rows and 16 outputs, or 10 and 32, is held in registers (after Goto and van de Geijn, "Anatomy of
    High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008, sections 4 and 5). */
 
@@ -30,7 +30,7 @@ typedef _Float16 h8 __attribute__((vector_size(16)));
 #define HOLD(x)
 #endif
 
-enum { F32, BF16, F16 };
+enum { F32, BF16, F16, PAIRS };
 enum {
     PANEL = 16,   /* outputs of a panel */
     GROUP = 4,    /* panels that are multiplied with a single row at a time */
@@ -45,7 +45,7 @@ enum {
     STREAMS = 4, /* places from which memory is prefetched in turn: a core reads several streams faster than one */
 };
 
-INLINE long size_of(int type) { return type == F32 ? 4 : 2; }
+INLINE long size_of(int type) { return type == F32 || type == PAIRS ? 4 : 2; }
 
 INLINE v8 load(const char *p, int type) {
     v8 wide;
@@ -115,18 +115,23 @@ INLINE void transpose(const v8 *x, v8 *y) {
     }
 }
 
-static __thread float *scratch;
-static __thread long scratch_size;
+struct room {
+    float *at;
+    long size;
+};
+static __thread struct room scratch, rounded;
 
-/* Room for `size` numbers, for this thread; NULL if there is not enough memory. */
-static float *room_for(long size) {
-    if (scratch_size < size) {
-        free(scratch);
-        scratch = aligned_alloc(64, (size * 4 + 63) / 64 * 64);
-        scratch_size = scratch ? size : 0;
+/* Make room for `size` numbers, for this thread; NULL if there is not enough memory. */
+static float *grown(struct room *room, long size) {
+    if (room->size < size) {
+        free(room->at);
+        room->at = aligned_alloc(64, (size * 4 + 63) / 64 * 64);
+        room->size = room->at ? size : 0;
     }
-    return scratch;
+    return room->at;
 }
+
+static float *room_for(long size) { return grown(&scratch, size); }
 
 /* A panel's 16 numbers are one vector, or two. */
 #ifdef __AVX512F__
@@ -145,6 +150,7 @@ enum { TILE = 6, BESIDE = 1 };
 enum { LANE = sizeof(lane) / 4, LANES = PANEL / LANE, TILE_SIZE = TILE * PANEL * BESIDE };
 
 INLINE void load_panel(const char *p, int type, lane *parts) {
+    if (type == PAIRS) type = F32; /* 16 words */
 #ifdef __AVX512F__
     if (type == F32) {
         memcpy(parts, p, sizeof(lane));
@@ -155,6 +161,25 @@ INLINE void load_panel(const char *p, int type, lane *parts) {
     }
 #else
     load_pair(p, type, parts, parts + 1);
+#endif
+}
+
+/* sum + x * parts. Of PAIRS, x and each of the parts are two bf16 numbers, whose upper product is added first, as
+   VDPBF16PS does it. */
+INLINE lane add_product(int type, lane sum, float x, lane parts) {
+    if (type != PAIRS) return sum + x * parts;
+#ifdef __AVX512BF16__
+    return (lane)_mm512_dpbf16_ps((__m512)sum, (__m512bh)parts, (__m512bh)_mm512_set1_ps(x));
+#else
+    typedef uint32_t words __attribute__((vector_size(sizeof(lane))));
+    uint32_t pair;
+    memcpy(&pair, &x, sizeof(pair));
+    const uint32_t halves[2] = {pair & 0xffff0000, pair << 16};
+    float upper, lower;
+    memcpy(&upper, halves, 4);
+    memcpy(&lower, halves + 1, 4);
+    sum += upper * (lane)((words)parts & 0xffff0000);
+    return sum + lower * (lane)((words)parts << 16);
 #endif
 }
 
@@ -190,7 +215,8 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
             UNROLL for (int i = 0; i < LANES; i++)
                 if (rows > 2) HOLD(parts[i]);
             UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int i = 0; i < LANES; i++) held[r][p * LANES + i] += x[r] * parts[i];
+                UNROLL for (int i = 0; i < LANES; i++)
+                    held[r][p * LANES + i] = add_product(type, held[r][p * LANES + i], x[r], parts[i]);
         }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < lanes; i++) {
@@ -224,6 +250,7 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
 TILE_OF(tile_float32, F32)
 TILE_OF(tile_bfloat16, BF16)
 TILE_OF(tile_float16, F16)
+TILE_OF(tile_pairs, PAIRS)
 
 /* M rows are divided into tiles of nearly equal height. */
 INLINE long tiles_of(long M) { return (M + TILE - 1) / TILE; }
@@ -287,6 +314,7 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
 PANELS_OF(panels_float32, tile_float32, F32)
 PANELS_OF(panels_bfloat16, tile_bfloat16, BF16)
 PANELS_OF(panels_float16, tile_float16, F16)
+PANELS_OF(panels_pairs, tile_pairs, PAIRS)
 
 INLINE void panels_of(int type, const float *x, long M, long K, const char *w, long row_bytes, long panel_bytes,
                       long panels, const struct ahead *next, int fresh, float *out, long N, long first) {
@@ -354,6 +382,9 @@ static int pack_rows(void *job, long tile) {
 LINEAR(baton_linear_float32, panels_float32, F32)
 LINEAR(baton_linear_bfloat16, panels_bfloat16, BF16)
 LINEAR(baton_linear_float16, panels_float16, F16)
+LINEAR(linear_words, panels_pairs, PAIRS)
+
+#include "pairs.h"
 
 /* --- attention ---------------------------------------------------------------------------------------------------- */
 
