@@ -3,9 +3,9 @@
     python -m benchmarks.all [--only NAME ...] [--skip NAME ...]
 
 A measurement that fails, or takes twice its expected time, is reported at the end; the others are recorded all the
-same, and the documents' tables are made again. Nothing else should run on the machine. `versus` and `goodput` need
-`python -m benchmarks.peers.install_vllm`, and `llama` needs `python -m benchmarks.peers.install_llama_cpp`; the soaks
-need root and iproute2.
+same, and the documents' tables are made again. Nothing else should run on the machine. `vllm_settings`, `versus` and
+`goodput` need `python -m benchmarks.peers.install_vllm`, and `llama` needs `python -m
+benchmarks.peers.install_llama_cpp`; the soaks need root and iproute2.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ MEASUREMENTS = (
     Measurement("benchmarks.interference grammar", 1.5),
     Measurement("benchmarks.autoscale", 5),
     Measurement("benchmarks.gpu compile --capability 90", 3),
+    Measurement("benchmarks.floors --model 0.5b --dtype float32 --rounds 5", 10),
+    Measurement("benchmarks.floors --model 0.5b --dtype bfloat16 --rounds 5", 10),
+    Measurement("benchmarks.vllm_settings --model 15m --dtype float32 --runs 2", 18),
     Measurement("benchmarks.versus --model 15m --dtype float32 --rounds 3 --requests 2 --minutes 10", 12),
     Measurement("benchmarks.versus --model 15m --dtype bfloat16 --rounds 3 --requests 2 --minutes 13", 15),
     Measurement(

@@ -13,6 +13,7 @@ from string import Formatter
 from typing import Any
 
 from benchmarks.figures import spread
+from benchmarks.peers.vllm import best
 from benchmarks.record import Run
 from common.runtime.kv_size import KNOWN_SHAPES
 
@@ -99,8 +100,9 @@ _versus = Table(
 
 
 def _settings_rows(figures: Figures) -> Iterator[Row]:
-    for each in figures["runs"]:
-        yield each | {"used": "yes" if figures["chosen"][each["form"]] == each["settings"] else ""}
+    for form in dict.fromkeys(each["form"] for each in figures["runs"]):
+        runs = [each for each in figures["runs"] if each["form"] == form]
+        yield from (each | {"used": "yes" if each is best(runs) else ""} for each in runs)
 
 
 vllm_settings = Table(
@@ -110,6 +112,29 @@ vllm_settings = Table(
 | {ttft_p50_s:m.0f} | {itl_p99_s:m.0f} | {used} |
 """,
     _settings_rows,
+)
+
+
+def _floor_rows(figures: Figures) -> Iterator[Row]:
+    for each in figures["cases"]:
+        steps = each["kind"] == "steps"
+        what = f"a decode step of {each['size']}" if steps else f"a prompt of {each['size']} tokens"
+        span = "{ratio_min:.2f} to {ratio_max:.2f}".format(**each)
+        yield each | {"what": what, "read_s": each["read_s"] if steps else None, "span": span}
+
+
+def floors(run: Run) -> str:
+    """Steps and prompts, and what the machine must take for them."""
+    limits = "The loop read {gb_per_s:.1f} GB/s, and oneDNN computed {gflops:.0f} GFLOP/s.".format(**run["figures"])
+    return f"{_floors(run)}\n{limits}\n"
+
+
+_floors = Table(
+    """
+| what | takes, ms | to read, ms | to compute, ms | ratio to the larger |
+| {what} | {seconds:m.1f} | {read_s:m.1f} | {compute_s:m.1f} | **{ratio:.2f}** ({span}) |
+""",
+    _floor_rows,
 )
 
 
@@ -391,6 +416,8 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "vllm-settings-15m-float32": vllm_settings,
     "vllm-settings-0.5b-float32": vllm_settings,
     "llama-0.5b": llama,
+    "floors-0.5b-float32-1": floors,
+    "floors-0.5b-bfloat16-1": floors,
     "against": against,
     "products": against,
     "step-overhead": step_overhead,

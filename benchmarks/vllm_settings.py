@@ -1,17 +1,17 @@
-"""Choose vLLM's settings for a model and dtype: those with which it gives most tokens at 8 requests at a time.
+"""Measure vLLM with several settings for a model and dtype, at 8 requests at a time.
 
     python -m benchmarks.vllm_settings --model 15m --dtype float32
 
 The candidates are `CANDIDATES`. One is up at a time, so that large models fit;
 after a warm-up it gets the load `--runs` times, of which the median counts. `benchmarks.versus` and
-`benchmarks.goodput` use the best of them at every concurrency and rate. The results so far are
+`benchmarks.goodput` use the best of them (`vllm.chosen`) at every concurrency and rate. The results so far are
 recorded after each candidate. Needs `python -m benchmarks.peers.install_vllm`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,6 @@ CONCURRENCY = 8
 _SIZES = [Settings(max_num_batched_tokens=number) for number in (512, 1024, 2048, 4096)]
 CANDIDATES = {"single": [*_SIZES, Settings(reserved_cores=1)], "pair": _SIZES}
 """The settings that are tried, by form."""
-
-
-def chosen(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each form that was measured, the settings that gave most tokens per second."""
-    best: dict[str, dict[str, Any]] = {}
-    for each in runs:
-        if each["form"] not in best or each["output_tokens_per_s"] > best[each["form"]]["output_tokens_per_s"]:
-            best[each["form"]] = each
-    return {form: each["settings"] for form, each in best.items()}
 
 
 def measure(
@@ -65,10 +56,8 @@ def measure(
             figures = {name: statistics.median(each[name] for each in made) for name in made[0]}
             done.append({"form": form, "settings": asdict(settings), **figures})
             show(f"{form} {settings}", figures)
-            peers = {"vllm": vllm.described(dtype, chosen(done))}
-            yield Result(
-                name=f"vllm-settings-{model}-{dtype}", figures={"chosen": chosen(done), "runs": done}, peers=peers
-            )
+            peers = {"vllm": vllm.described(dtype, {})}
+            yield Result(name=f"vllm-settings-{model}-{dtype}", figures={"runs": done}, peers=peers)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from benchmarks.command import call
 from benchmarks.peers.environment import installed, python_of
@@ -43,10 +43,24 @@ class Settings:
     """The last so many cores of a single instance are left to its API server; that of a pair's runs on any core."""
 
 
+NEARLY_BEST = 0.97
+"""Share of the most tokens per second from which on the time to the first token decides."""
+
+
+def best(runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The run of `benchmarks.vllm_settings` with the shortest time to the first token, among those with nearly as many
+    tokens per second as the one with most."""
+    runs = list(runs)
+    most = max(each["output_tokens_per_s"] for each in runs)
+    nearly = [each for each in runs if each["output_tokens_per_s"] >= NEARLY_BEST * most]
+    return min(nearly, key=lambda each: each["ttft_p50_s"])
+
+
 def chosen(form: str, model: str, dtype: str) -> Settings:
-    """The settings that are recorded for a form (`single`, `pair`), model and dtype; the defaults if none are."""
-    run = recorded(f"vllm-settings-{model}-{dtype}")
-    return Settings(**(run["figures"]["chosen"].get(form, {}) if run else {}))
+    """The best settings that are recorded for a form (`single`, `pair`), model and dtype; the defaults if none are."""
+    record = recorded(f"vllm-settings-{model}-{dtype}")
+    runs = [each for each in record["figures"]["runs"] if each["form"] == form] if record else []
+    return Settings(**best(runs)["settings"]) if runs else Settings()
 
 
 NIXL_DELAY_US = 1000

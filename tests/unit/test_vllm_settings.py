@@ -9,31 +9,29 @@ from typing import Any
 
 import pytest
 
-from benchmarks import vllm_settings
+from benchmarks import result_tables
 from benchmarks.peers import vllm
 from benchmarks.peers.vllm import Part, Settings
 
 
-def test_the_settings_with_most_tokens_are_chosen_for_each_form() -> None:
-    given = (("single", 512, 10.0), ("single", 1024, 12.0), ("single", 2048, 11.0), ("pair", 512, 9.0))
-    runs = [
-        {"form": form, "settings": asdict(Settings(max_num_batched_tokens=number)), "output_tokens_per_s": tokens}
-        for form, number, tokens in given
-    ]
-    chosen = {form: Settings(**settings) for form, settings in vllm_settings.chosen(runs).items()}
-    assert chosen == {
-        "single": Settings(max_num_batched_tokens=1024),
-        "pair": Settings(max_num_batched_tokens=512),
-    }
+def measured(form: str, number: int, tokens: float, ttft_s: float) -> dict[str, Any]:
+    settings = asdict(Settings(max_num_batched_tokens=number))
+    return {"form": form, "settings": settings, "output_tokens_per_s": tokens, "ttft_p50_s": ttft_s, "itl_p99_s": 0.1}
 
 
-def test_what_is_recorded_is_used_and_else_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = Settings(max_num_batched_tokens=512, reserved_cores=1)
-    records = {"vllm-settings-15m-float32": {"figures": {"chosen": {"single": asdict(best)}}}}
-    monkeypatch.setattr(vllm, "recorded", records.get)
-    assert vllm.chosen("single", "15m", "float32") == best
-    assert vllm.chosen("pair", "15m", "float32") == Settings(), "it has not been measured"
-    assert vllm.chosen("single", "15m", "bfloat16") == Settings()
+def test_the_settings_with_most_tokens_are_used_and_of_nearly_equal_ones_those_with_the_earliest_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    single = [measured("single", 512, 90.0, 0.1), measured("single", 1024, 98.0, 0.2)]
+    single += [measured("single", 2048, 100.0, 0.5), measured("single", 4096, 97.5, 0.3)]
+    figures = {"runs": [*single, measured("pair", 4096, 5.0, 0.9)]}
+    monkeypatch.setattr(vllm, "recorded", {"vllm-settings-15m-float32": {"figures": figures}}.get)
+    assert vllm.chosen("single", "15m", "float32") == Settings(max_num_batched_tokens=1024)
+    assert vllm.chosen("pair", "15m", "float32") == Settings(max_num_batched_tokens=4096)
+    assert vllm.chosen("single", "15m", "bfloat16") == Settings(), "nothing is recorded"
+    lines = str(result_tables.vllm_settings({"figures": figures})).splitlines()
+    used = [line.split("|")[2].strip() for line in lines if line.split("|")[-2].strip() == "yes"]
+    assert used == ["1024", "4096"]
 
 
 def test_an_instance_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:

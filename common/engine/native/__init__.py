@@ -371,7 +371,7 @@ def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
         if len(panels):
             by_panel = rows.reshape(len(panels), -1, in_features)
             by_output = panels.transpose(1, 2)[:, : by_panel.shape[1]]  # [panel, output, pair, 2]
-            by_output[:, :, :pairs] = by_panel[:, :, : 2 * pairs].unflatten(2, (pairs, 2))
+            by_output[:, :, :pairs] = by_panel[:, :, : 2 * pairs].reshape(*by_panel.shape[:2], pairs, 2)
             if in_features % 2:
                 by_output[:, :, pairs, 0] = by_panel[:, :, -1]
     return packed
