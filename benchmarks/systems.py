@@ -34,8 +34,8 @@ def start(stack: ExitStack, name: str, folder: Path, model: Model, dtype: str) -
     common = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**30)]
     match name:
         case "baton pair":
-            roles = ["--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0"]
-            return stack.enter_context(local_stack([*common, *roles])).url
+            handed_over = {"BATON_LOCAL_PREFILL_TOKENS": "0"}
+            return stack.enter_context(local_stack([*common, "--prefill", "1", "--decode", "1"], handed_over)).url
         case "baton colocated":
             return stack.enter_context(local_stack([*common, "--prefill", "0", "--decode", "1"])).url
         case "vllm single" | "vllm pair":
