@@ -26,15 +26,19 @@ static void emulated_configure(const void *config) {
     emulated.configured = 1;
 }
 
-static void emulated_load(int t, const void *from) {
+static void emulated_clear(int t) {
     assert(emulated.configured);
     memset(emulated.words[t], 0, sizeof(emulated.words[t]));
-    memcpy(emulated.words[t], from, emulated.rows[t] * 64);
 }
 
-static void emulated_store(int t, void *to) {
+static void emulated_load(int t, const char *from, long stride) {
+    emulated_clear(t);
+    for (int r = 0; r < emulated.rows[t]; r++) memcpy(emulated.words[t][r], from + r * stride, 64);
+}
+
+static void emulated_store(int t, char *to, long stride) {
     assert(emulated.configured);
-    memcpy(to, emulated.words[t], emulated.rows[t] * 64);
+    for (int r = 0; r < emulated.rows[t]; r++) memcpy(to + r * stride, emulated.words[t][r], 64);
 }
 
 static float emulated_half(uint32_t word, int upper) {
@@ -60,7 +64,8 @@ static void emulated_multiply(int sums, int a, int b) {
 }
 
 #define CONFIGURE(p) emulated_configure(p)
-#define LOAD(t, p) emulated_load(t, p)
-#define STORE(t, p) emulated_store(t, p)
+#define LOAD(t, p, stride) emulated_load(t, p, stride)
+#define STORE(t, p, stride) emulated_store(t, p, stride)
+#define CLEAR(t) emulated_clear(t)
 #define MULTIPLY(sums, a, b) emulated_multiply(sums, a, b)
 #define RELEASE (emulated.configured = 0)

@@ -73,8 +73,10 @@ class Kernels:
             for name, signature in of_type.items()
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         }
-        self.multiplies_pairs = bool(_function(library, "baton_multiplies_pairs", [], i)())
+        instructions = _function(library, "baton_multiplies_pairs", [], i)()
+        self.multiplies_pairs = instructions > 0
         """Whether the CPU has instructions for products of bfloat16, for which its weights are packed in pairs."""
+        log.debug("products of bfloat16 with %s", ("widened numbers", "AVX-512", "AMX")[instructions])
         self._linear_pairs = _function(library, "baton_linear_pairs", _LINEAR, i)
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
         self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
@@ -364,17 +366,9 @@ def blocks_of(in_features: int) -> int:
 def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
     """Pack a bfloat16 weight `[out, in]` in pairs of input features: `[panels, blocks * 16, 16, 2]`, padded with
     zeros."""
-    out_features, in_features = weight.shape
-    full, pairs = out_features // PANEL, in_features // 2
-    packed = torch.zeros(-(-out_features // PANEL), blocks_of(in_features) * BLOCK // 2, PANEL, 2, dtype=torch.bfloat16)
-    for panels, rows in ((packed[:full], weight[: full * PANEL]), (packed[full:], weight[full * PANEL :])):
-        if len(panels):
-            by_panel = rows.reshape(len(panels), -1, in_features)
-            by_output = panels.transpose(1, 2)[:, : by_panel.shape[1]]  # [panel, output, pair, 2]
-            by_output[:, :, :pairs] = by_panel[:, :, : 2 * pairs].reshape(*by_panel.shape[:2], pairs, 2)
-            if in_features % 2:
-                by_output[:, :, pairs, 0] = by_panel[:, :, -1]
-    return packed
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK))
+    words = pack(padded.view(torch.int32))
+    return words.view(torch.bfloat16).view(*words.shape, 2)
 
 
 def unpacked_rows(packed: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:

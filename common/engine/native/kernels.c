@@ -382,7 +382,7 @@ static int pack_rows(void *job, long tile) {
 LINEAR(baton_linear_float32, panels_float32, F32)
 LINEAR(baton_linear_bfloat16, panels_bfloat16, BF16)
 LINEAR(baton_linear_float16, panels_float16, F16)
-LINEAR(linear_words, panels_pairs, PAIRS)
+LINEAR(baton_linear_words, panels_pairs, PAIRS)
 
 #include "pairs.h"
 

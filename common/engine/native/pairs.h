@@ -16,7 +16,7 @@ enum {
     SIDE = 16,                /* rows of a tile, and the words of each: a tile of sums has 16 rows and 16 outputs */
     BLOCK = 2 * SIDE,         /* input features of a tile */
     TILE_BYTES = 4 * SIDE * SIDE,
-    AHEAD_BYTES = 4096,       /* of a panel, from the block that is used to the one that is prefetched */
+    AHEAD = 4,                /* blocks of a panel from the one that is used to the one that is prefetched */
     TILES_ROWS = 256,         /* most rows that are multiplied with a panel before the next one */
     TILES_DEPTH = 64,         /* most blocks of their input features, which then stay in the second cache */
 };
@@ -58,12 +58,14 @@ static int round_rows(void *job, long unit) {
 #ifdef EMULATED_TILES
 #include EMULATED_TILES
 #elif defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#include <immintrin.h>
 #define TILES
 /* The compiler is not told what memory the instructions read. */
 #define READ_BY_NEXT(p) __asm__ volatile("" ::"r"(p) : "memory")
 #define CONFIGURE(p) READ_BY_NEXT(p); _tile_loadconfig(p)
-#define LOAD(t, p) READ_BY_NEXT(p); _tile_loadd(t, p, 4 * SIDE)
-#define STORE(t, p) _tile_stored(t, p, 4 * SIDE)
+#define LOAD(t, p, stride) READ_BY_NEXT(p); _tile_loadd(t, p, stride)
+#define STORE(t, p, stride) _tile_stored(t, p, stride)
+#define CLEAR(t) _tile_zero(t)
 #define MULTIPLY(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #define RELEASE _tile_release()
 /* Linux lets a process use tiles after it has asked: ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA. */
@@ -100,70 +102,129 @@ static int pack_row_tile(void *job, long unit) {
     return 0;
 }
 
-/* Copy the sums of a tile of rows and a panel from the outputs, or to them, at last with the bias. */
-INLINE void exchange(const struct tiled *a, long t, long panel, float *sums, int out) {
-    const long rows = a->rows - t * SIDE < SIDE ? a->rows - t * SIDE : SIDE;
-    const long num = a->N - panel * SIDE < SIDE ? a->N - panel * SIDE : SIDE;
-    const float *bias = a->bias && a->k + a->num == a->blocks ? a->bias + panel * SIDE : NULL;
-    for (long r = 0; r < rows; r++) {
-        float *at = a->out + (a->m + t * SIDE + r) * a->N + panel * SIDE, *sum = sums + r * SIDE;
-        if (!out) memcpy(sum, at, num * sizeof(float));
-        else if (!bias && num == SIDE) memcpy(at, sum, SIDE * sizeof(float));
-        else if (num == SIDE)
-            UNROLL for (int i = 0; i < SIDE; i += 8) store((char *)(at + i), floats(sum + i) + floats(bias + i), F32);
-        else
-            for (long i = 0; i < num; i++) at[i] = sum[i] + (bias ? bias[i] : 0);
-    }
+/* Where the sums of four pairs of a tile of rows and a panel are: among the outputs, in rows `stride` bytes apart. */
+struct sums {
+    char *at[4];
+    long stride[4];
+};
+
+/* A tile of rows of x: its blocks are `step` bytes apart, and a block's rows `stride`. */
+struct row_tile {
+    const char *at;
+    long step, stride;
+};
+
+/* Prefetch the block that is AHEAD blocks behind block b of a panel of `num`, or of the one `further` bytes behind it. */
+INLINE void prefetch_block(const char *panel, long b, long num, long further) {
+    const char *at = panel + (b + AHEAD) * TILE_BYTES + (b + AHEAD < num ? 0 : further - num * TILE_BYTES);
+    UNROLL for (int i = 0; i < SIDE; i++) __builtin_prefetch(at + 4 * SIDE * i, 0, 2);
 }
 
-/* Products of one tile of rows with four panels, or of two with two: `x` and `w` are the operands' blocks. The panels
-   of few rows come from memory, so that they are prefetched. */
-INLINE void one_by_four(const char *x, const char *const *w, long num, float *sums) {
-    LOAD(0, sums);
-    LOAD(1, sums + SIDE * SIDE);
-    LOAD(2, sums + 2 * SIDE * SIDE);
-    LOAD(3, sums + 3 * SIDE * SIDE);
-    for (long b = 0; b < num * TILE_BYTES; b += TILE_BYTES) {
-        for (long i = 0; i < 4 * TILE_BYTES; i += 64)
-            __builtin_prefetch(w[i / TILE_BYTES] + b + AHEAD_BYTES + i % TILE_BYTES, 0, 2);
-        LOAD(4, x + b);
-        LOAD(5, w[0] + b);
+#define LOAD_SUMS(t, i) if (fresh) { CLEAR(t); } else { LOAD(t, sums->at[i], sums->stride[i]); }
+#define STORE_SUMS(t, i) STORE(t, sums->at[i], sums->stride[i])
+
+/* Products of one tile of rows with two or four panels of `num` blocks, or of two tiles with two. Unless `further` is 0,
+   the panels come from memory, and `further` bytes behind them are those that are used next. */
+INLINE void one_tile(int panels, struct row_tile x, const char *const *w, long num, long further, int fresh,
+                     const struct sums *sums) {
+    LOAD_SUMS(0, 0)
+    LOAD_SUMS(1, 1)
+    if (panels == 4) {
+        LOAD_SUMS(2, 2)
+        LOAD_SUMS(3, 3)
+    }
+    for (long b = 0; b < num; b++) {
+        LOAD(4, x.at + b * x.step, x.stride);
+        if (further) prefetch_block(w[0], b, num, further);
+        LOAD(5, w[0] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(0, 4, 5);
-        LOAD(6, w[1] + b);
+        if (further) prefetch_block(w[1], b, num, further);
+        LOAD(6, w[1] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(1, 4, 6);
-        LOAD(7, w[2] + b);
+        if (panels == 2) continue;
+        if (further) prefetch_block(w[2], b, num, further);
+        LOAD(7, w[2] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(2, 4, 7);
-        LOAD(5, w[3] + b);
+        if (further) prefetch_block(w[3], b, num, further);
+        LOAD(5, w[3] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(3, 4, 5);
     }
-    STORE(0, sums);
-    STORE(1, sums + SIDE * SIDE);
-    STORE(2, sums + 2 * SIDE * SIDE);
-    STORE(3, sums + 3 * SIDE * SIDE);
+    STORE_SUMS(0, 0);
+    STORE_SUMS(1, 1);
+    if (panels == 2) return;
+    STORE_SUMS(2, 2);
+    STORE_SUMS(3, 3);
 }
 
-INLINE void two_by_two(const char *x, const char *const *w, long num, float *sums) {
-    LOAD(0, sums);
-    LOAD(1, sums + SIDE * SIDE);
-    LOAD(2, sums + 2 * SIDE * SIDE);
-    LOAD(3, sums + 3 * SIDE * SIDE);
-    for (long b = 0; b < num * TILE_BYTES; b += TILE_BYTES) {
-        LOAD(4, x + b);
-        LOAD(6, w[0] + b);
+INLINE void two_tiles(struct row_tile x, const char *other, const char *const *w, long num, long further, int fresh,
+                      const struct sums *sums) {
+    LOAD_SUMS(0, 0)
+    LOAD_SUMS(1, 1)
+    LOAD_SUMS(2, 2)
+    LOAD_SUMS(3, 3)
+    for (long b = 0; b < num; b++) {
+        LOAD(4, x.at + b * x.step, x.stride);
+        if (further) prefetch_block(w[0], b, num, further);
+        LOAD(6, w[0] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(0, 4, 6);
-        LOAD(5, x + num * TILE_BYTES + b);
+        LOAD(5, other + b * x.step, x.stride);
         MULTIPLY(2, 5, 6);
-        LOAD(7, w[1] + b);
+        if (further) prefetch_block(w[1], b, num, further);
+        LOAD(7, w[1] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(1, 4, 7);
         MULTIPLY(3, 5, 7);
     }
-    STORE(0, sums);
-    STORE(1, sums + SIDE * SIDE);
-    STORE(2, sums + 2 * SIDE * SIDE);
-    STORE(3, sums + 3 * SIDE * SIDE);
+    STORE_SUMS(0, 0);
+    STORE_SUMS(1, 1);
+    STORE_SUMS(2, 2);
+    STORE_SUMS(3, 3);
 }
 
-/* Multiply the packed rows with the panels of a unit. What is missing of two or four panels is the last one again. */
+/* Multiply tile t of the rows, and with `two` the next one, too, with up to `panels` panels from p on, 2 or 4, of which
+   `left` are there. The sums of whole tiles are computed in the outputs, and others beside them. */
+INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long p, long left) {
+    float room[4][SIDE * SIDE] __attribute__((aligned(64)));
+    const long panel_bytes = a->blocks * TILE_BYTES, row_bytes = a->N * sizeof(float);
+    const int fresh = !a->k, last = a->k + a->num == a->blocks;
+    const char *w[4];
+    int whole[4];
+    struct sums sums;
+    for (int i = 0; i < 4; i++) { /* with two tiles, the last two are those of the second */
+        const long tile = t + i / panels, panel = p + i % panels, row = tile * SIDE;
+        const int used = i % panels < left && (i < panels || two);
+        w[i] = a->w + (i % panels < left ? panel : p + left - 1) * panel_bytes + a->k * TILE_BYTES;
+        char *at = (char *)(a->out + (a->m + row) * a->N + panel * SIDE);
+        whole[i] = used && (panel + 1) * SIDE <= a->N && (row + SIDE <= a->rows || a->rows < SIDE);
+        sums.at[i] = whole[i] ? at : (char *)room[i];
+        sums.stride[i] = whole[i] ? row_bytes : 4 * SIDE;
+        if (whole[i] || fresh || !used) continue;
+        for (long r = 0; r < SIDE && row + r < a->rows; r++)
+            for (long n = 0; n < SIDE && panel * SIDE + n < a->N; n++)
+                room[i][r * SIDE + n] = a->out[(a->m + row + r) * a->N + panel * SIDE + n];
+    }
+    struct row_tile x = {a->packed + t * a->num * TILE_BYTES, TILE_BYTES, 4 * SIDE};
+    if (!a->packed) x = (struct row_tile){a->x + a->k * 2 * BLOCK, 2 * BLOCK, a->blocks * 2 * BLOCK};
+    const long further = t ? 0 : panels * panel_bytes;
+    if (two) two_tiles(x, x.at + a->num * TILE_BYTES, w, a->num, further, fresh, &sums);
+    else if (panels == 2) one_tile(2, x, w, a->num, further, fresh, &sums);
+    else one_tile(4, x, w, a->num, further, fresh, &sums);
+    for (int i = 0; i < 4; i++) {
+        const long row = (t + i / panels) * SIDE, first = (p + i % panels) * SIDE;
+        const float *bias = last && a->bias ? a->bias + first : NULL;
+        if (i % panels >= left || (i >= panels && !two) || (whole[i] && !bias)) continue;
+        for (long r = 0; r < SIDE && row + r < a->rows; r++) {
+            const char *from = sums.at[i] + r * sums.stride[i];
+            float *to = a->out + (a->m + row + r) * a->N + first;
+            if (first + SIDE <= a->N && bias)
+                UNROLL for (int n = 0; n < SIDE; n += 8)
+                    store((char *)(to + n), load(from + 4 * n, F32) + floats(bias + n), F32);
+            else
+                for (long n = 0; n < SIDE && first + n < a->N; n++) to[n] = ((const float *)from)[n] + (bias ? bias[n] : 0);
+        }
+    }
+}
+
+/* Multiply the rows with the panels of a unit. */
 static int tiled_panels(void *job, long unit) {
     const struct tiled *a = job;
     struct {
@@ -171,50 +232,34 @@ static int tiled_panels(void *job, long unit) {
         uint16_t row_bytes[16];
         uint8_t rows[16];
     } config = {.palette = 1};
-    const long tiles = row_tiles_of(a->rows), beside = tiles == 1 ? 4 : 2;
     for (int t = 0; t < 8; t++) {
         config.row_bytes[t] = 4 * SIDE;
         config.rows[t] = t < 5 && a->rows < SIDE ? a->rows : SIDE; /* the sums and the rows of x */
     }
     CONFIGURE(&config);
     const long end = (unit + 1) * a->run < a->panels ? (unit + 1) * a->run : a->panels;
-    float sums[4 * SIDE * SIDE] __attribute__((aligned(64)));
-    for (long p = unit * a->run; p < end; p += beside)
-        for (long t = 0; t < tiles; t += 2) {
-            const int two = t + 1 < tiles;
-            const char *x = a->packed + t * a->num * TILE_BYTES, *w[4];
-            for (long i = 0; i < 4; i++) {
-                const long panel = p + i % beside < end ? p + i % beside : end - 1;
-                w[i] = a->w + (panel * a->blocks + a->k) * TILE_BYTES;
-            }
-            if (!a->k) memset(sums, 0, sizeof(sums));
-            for (long i = 0; i < 4 && a->k; i++)
-                if (p + i % beside < end && (i < beside || two))
-                    exchange(a, t + i / beside, p + i % beside, sums + i * SIDE * SIDE, 0);
-            if (two) two_by_two(x, w, a->num, sums);
-            else one_by_four(x, w, a->num, sums);
-            for (long i = 0; i < 4; i++)
-                if (p + i % beside < end && (i < beside || two))
-                    exchange(a, t + i / beside, p + i % beside, sums + i * SIDE * SIDE, 1);
-        }
+    const long tiles = row_tiles_of(a->rows);
+    for (long p = unit * a->run; p < end && tiles == 1; p += 4) tiled_sums(a, 4, 0, 0, p, end - p);
+    for (long p = unit * a->run; p < end && tiles > 1; p += 2)
+        for (long t = 0; t < tiles; t += 2) tiled_sums(a, 2, t, t + 1 < tiles, p, end - p);
     RELEASE;
     return 0;
 }
 
-/* See `baton_linear_pairs`, for rows that are rounded. */
+/* See `baton_linear_pairs`, for rows that are rounded. Up to a tile of rows is read as it is; more rows are packed. */
 static int linear_tiles(const char *x, long M, long blocks, const char *w, const float *bias, float *out, long N,
                         int threads) {
-    const long height = M < TILES_ROWS ? M : TILES_ROWS, depth = M > SIDE && blocks > TILES_DEPTH ? TILES_DEPTH : blocks;
+    const long height = M < TILES_ROWS ? M : TILES_ROWS;
+    const long depth = height * blocks > TILES_ROWS * TILES_DEPTH ? TILES_DEPTH : blocks;
     struct tiled a = {.x = x, .M = M, .blocks = blocks, .w = w, .bias = bias, .out = out, .N = N};
-    a.packed = (char *)room_for(row_tiles_of(height) * depth * TILE_BYTES / 4);
-    if (!a.packed) return 1;
+    if (M > SIDE && !(a.packed = (char *)room_for(row_tiles_of(height) * depth * TILE_BYTES / 4))) return 1;
     a.panels = (N + SIDE - 1) / SIDE;
     a.run = M > MANY ? 2 : run_of(a.panels, blocks * TILE_BYTES, threads);
     for (a.m = 0; a.m < M; a.m += height)
         for (a.k = 0; a.k < blocks; a.k += depth) {
             a.rows = M - a.m < height ? M - a.m : height;
             a.num = blocks - a.k < depth ? blocks - a.k : depth;
-            share(row_tiles_of(a.rows), threads, pack_row_tile, &a);
+            if (a.packed) share(row_tiles_of(a.rows), a.rows > MANY ? threads : 1, pack_row_tile, &a);
             share((a.panels + a.run - 1) / a.run, threads, tiled_panels, &a);
         }
     return 0;
@@ -228,15 +273,14 @@ static int linear_tiles(const char *x, long M, long blocks, const char *w, const
 static int with_tiles;
 #endif
 
-/* Whether products of bf16 are to be computed by `baton_linear_pairs`. To be called once, before it. */
+/* With what products of bf16 are to be computed by `baton_linear_pairs`: 2 for AMX, 1 for AVX-512, 0 if the CPU has
+   neither. To be called once, before it. */
 int baton_multiplies_pairs(void) {
 #ifdef TILES
-    with_tiles = ALLOWED;
+    if ((with_tiles = ALLOWED)) return 2;
 #endif
 #ifdef __AVX512BF16__
     return 1;
-#elif defined(TILES)
-    return with_tiles;
 #else
     return 0;
 #endif
@@ -253,5 +297,5 @@ int baton_linear_pairs(const float *x, long M, long K, const char *w, const floa
 #ifdef TILES
     if (with_tiles) return linear_tiles(a.to, M, blocks, w, bias, out, N, threads);
 #endif
-    return linear_words((const float *)a.to, M, blocks * SIDE, w, bias, out, N, threads);
+    return baton_linear_words((const float *)a.to, M, blocks * SIDE, w, bias, out, N, threads);
 }
