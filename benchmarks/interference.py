@@ -109,6 +109,8 @@ def measure_long_prompt(folder: Path, chunk: int, prompt: int, streams: int, see
         "BATON_TOKEN_BUDGET": str(chunk + 64),
         "BATON_KV_CACHE_BYTES": str(256 * 2**20),
         "BATON_LOCAL_PREFILL_TOKENS": "0",
+        "BATON_INTERACTIVE_TTFT_S": "60",  # so that costs shorten no chunk
+        "BATON_STANDARD_TTFT_S": "60",
     }
     mode = ["--prefill", "0" if colocated else "1"]
     return on_stack(mode, environment, folder, lambda each: beside_long_prompt(each, prompt, streams, seed))

@@ -229,7 +229,11 @@ class PrefillSettings(WorkerSettings):
     """Settings of a prefill worker."""
 
     chunk_size: int = Field(
-        0, ge=0, le=65536, description="most tokens of one prompt in one step (0: 512 on a CPU, 2048 on a GPU)"
+        0,
+        ge=0,
+        le=65536,
+        description="most tokens of one prompt in one step (0: 512 on a CPU, 2048 on a GPU); fewer where the step "
+        "would take longer than half of the shortest TTFT target",
     )
     token_budget: int = Field(
         0, ge=0, le=2**20, description="most tokens of all prompts in one step (0: 1024 on a CPU, 4096 on a GPU)"
