@@ -13,6 +13,8 @@ from common.scheduling.turns import due_at
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
+_SHARE: Final = 0.8
+"""Part of the target between tokens that a step may take while prompts wait. Steps vary, so the rest is left."""
 _LEAST_TOKENS: Final = 16
 """Fewest tokens of prompts in a step, if any wait: with fewer, its fixed costs outweigh them."""
 
@@ -63,9 +65,9 @@ class LocalPrompts:
     def budget(self, decodes: Collection[DecodeChoice], most: int, now: float) -> int:
         """Most prompt tokens of a step with these decodes: at most `most`, and as many without decodes.
 
-        By the measured costs, the step takes half of the shortest target between tokens of the tiers that decode; or
-        all of it, if at that rate the waiting prompts were not done by the deadline of the most urgent one. At least a
-        quarter of that time is the prompts', however long the decodes take.
+        By the measured costs, the step takes at most `_SHARE` of the shortest target between tokens of the tiers that
+        decode; or all of it, if at that rate the waiting prompts were not done by the deadline of the most urgent one.
+        At least a quarter of that time is the prompts', however long the decodes take.
         """
         if not decodes or not len(self._chunks):
             return most
@@ -74,7 +76,7 @@ class LocalPrompts:
         token_s, decode_s = self._costs.prefill_s_per_token, self._costs.decode_s
         target_s = min(map(self._policy.itl_target_s, {choice.request.work.tier for choice in decodes}))
         due_s = next(iter(self._chunks)).urgency[1] - now
-        prompts_s = _beside(decode_s, target_s / 2)
+        prompts_s = _beside(decode_s, _SHARE * target_s)
         if self._chunks.num_uncomputed * token_s * (1 + decode_s / prompts_s) > due_s:
             prompts_s = _beside(decode_s, target_s)
         if prompts_s >= most * token_s:
