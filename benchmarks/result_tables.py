@@ -408,6 +408,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-15m-float32-fixed": versus,
     "versus-15m-float32-fixed-avx2": versus,
     "versus-15m-bfloat16-sharegpt": versus,
+    "versus-15m-float32-sharegpt": versus,
     "versus-0.5b-bfloat16-fixed": versus,
     "versus-0.5b-float32-fixed": versus,
     "versus-0.5b-bfloat16-sharegpt": versus,

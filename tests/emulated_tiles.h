@@ -41,26 +41,30 @@ static void emulated_store(int t, char *to, long stride) {
     for (int r = 0; r < emulated.rows[t]; r++) memcpy(to + r * stride, emulated.words[t][r], 64);
 }
 
-static float emulated_half(uint32_t word, int upper) {
-    const uint32_t bits = upper ? word & 0xffff0000 : word << 16;
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
-
 static void emulated_multiply(int sums, int a, int b) {
+    typedef uint32_t words __attribute__((vector_size(64)));
+    typedef float numbers __attribute__((vector_size(64)));
     assert(emulated.configured && emulated.rows[sums] == emulated.rows[a] && emulated.rows[b] == 16);
-    for (int r = 0; r < emulated.rows[a]; r++)
-        for (int n = 0; n < 16; n++) {
-            float chains[2] = {0, 0}, sum;
-            for (int k = 0; k < 16; k++)
-                for (int half = 0; half < 2; half++)
-                    chains[half] = __builtin_fmaf(emulated_half(emulated.words[a][r][k], half),
-                                                  emulated_half(emulated.words[b][k][n], half), chains[half]);
-            memcpy(&sum, &emulated.words[sums][r][n], 4);
-            sum += chains[0] + chains[1];
-            memcpy(&emulated.words[sums][r][n], &sum, 4);
-        }
+    numbers weights[16][2];
+    for (int k = 0; k < 16; k++) {
+        words row;
+        memcpy(&row, emulated.words[b][k], 64);
+        weights[k][0] = (numbers)(row << 16);
+        weights[k][1] = (numbers)(row & 0xffff0000);
+    }
+    for (int r = 0; r < emulated.rows[a]; r++) {
+        numbers chains[2] = {{0}, {0}}, sum;
+        for (int k = 0; k < 16; k++)
+            for (int half = 0; half < 2; half++) {
+                const uint32_t bits = half ? emulated.words[a][r][k] & 0xffff0000 : emulated.words[a][r][k] << 16;
+                float x;
+                memcpy(&x, &bits, 4);
+                chains[half] += x * weights[k][half];
+            }
+        memcpy(&sum, emulated.words[sums][r], 64);
+        sum += chains[0] + chains[1];
+        memcpy(emulated.words[sums][r], &sum, 64);
+    }
 }
 
 #define CONFIGURE(p) emulated_configure(p)

@@ -38,9 +38,10 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
+    """The kernels of this CPU, which widen bf16 also if it has instructions for it."""
     require("compiler")
-    found = native.kernels()
-    assert found is not None
+    found = native._load()
+    found.multiplies_pairs = False
     return found
 
 
@@ -71,8 +72,10 @@ def emulating(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Ker
 
 @pytest.fixture(scope="module", params=["of this CPU", "large", "emulated AMX"])
 def pairing(request: pytest.FixtureRequest, kernels: Kernels, large: Kernels, emulating: Kernels) -> Kernels:
-    """Kernels for products of pairs. Without instructions for them, pairs are widened."""
-    return {"of this CPU": kernels, "large": large, "emulated AMX": emulating}[request.param]
+    """Kernels that multiply bf16 in pairs, with instructions for them or without."""
+    found = {"of this CPU": native._load(), "large": large, "emulated AMX": emulating}[request.param]
+    found.multiplies_pairs = True
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -470,6 +473,54 @@ def test_slices_of_one_token_and_of_many(kernels: Kernels, lengths: tuple[int, .
         ours = NativeBackend(kernels).attend(q, layer, batch, window, 0.2)
         theirs = TorchBackend().attend(q, layer, batch, window, 0.2)
         assert distance(ours, theirs.double()) < TOLERANCE
+
+
+ROUNDED = 3e-3
+"""‖out - ref‖ / ‖ref‖ where weights of slots are rounded to bf16."""
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 48, 64, 128])
+@pytest.mark.parametrize(("num_kv_heads", "group", "block_size"), [(3, 1, 16), (2, 2, 3), (1, 7, 32), (1, 20, 64)])
+def test_attention_in_pairs_is_that_of_rounded_queries(
+    pairing: Kernels, head_dim: int, num_kv_heads: int, group: int, block_size: int
+) -> None:
+    scale = head_dim**-0.5
+    q, layer, tables, lens = scene(torch.bfloat16, head_dim, num_kv_heads, group, (1, 31, 32, 33, 300), block_size)
+    q = (q * scale).bfloat16().float() / scale
+    for window in (None, 1, 5, 33, 270):
+        out, ref = (
+            decode(pairing, q, layer, tables, lens, window, scale),
+            reference(q, layer, tables, lens, window, scale),
+        )
+        assert distance(out, ref) < ROUNDED, window
+    for start, num in ((0, 1), (0, 50), (31, 2), (3, 13), (40, 100)):
+        _, layer, tables, _ = scene(torch.bfloat16, head_dim, num_kv_heads, group, (start + num,), block_size)
+        q = (torch.randn(num, num_kv_heads * group, head_dim) * scale).bfloat16().float() / scale
+        lens = torch.arange(start, start + num) + 1
+        for window in (None, 1, 17, 40):
+            out = prefill(pairing, q, layer, tables[0], start, window, scale)
+            ref = reference(q, layer, tables.expand(num, -1), lens, window, scale)
+            assert distance(out, ref) < ROUNDED, (start, num, window)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), [(3, 1, 48), (2, 7, 64)])
+def test_in_pairs_a_token_s_attention_has_the_same_bits_in_a_step_and_in_any_chunk(
+    pairing: Kernels, num_kv_heads: int, group: int, head_dim: int
+) -> None:
+    for block_size in (3, 32):
+        _, layer, tables, _ = scene(torch.bfloat16, head_dim, num_kv_heads, group, (600,), block_size)
+        q = 3 * torch.randn(600, num_kv_heads * group, head_dim)
+        for window in (None, 21, 300):
+            torch.set_num_threads(1)
+            whole = prefill(pairing, q, layer, tables[0], 0, window, head_dim**-0.5)
+            torch.set_num_threads(3)
+            for begin, end in ((0, 1), (5, 40), (320, 600)):
+                part = prefill(pairing, q[begin:end], layer, tables[0], begin, window, head_dim**-0.5)
+                assert torch.equal(part, whole[begin:end]), (block_size, window, begin)
+            lens = torch.tensor([1, 2, 20, 33, 255, 256, 257, 512, 599, 600])
+            each = tables.expand(len(lens), -1).contiguous()
+            step = decode(pairing, q[lens - 1], layer, each, lens, window, head_dim**-0.5)
+            assert torch.equal(step, whole[lens - 1]), (block_size, window)
 
 
 # --- what lies between -----------------------------------------------------------------------------------------------

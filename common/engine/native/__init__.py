@@ -23,7 +23,7 @@ import torch
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in ("crew.h", "pairs.h")))
+_SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in ("crew.h", "pairs.h", "paired_attention.h")))
 _FLAGS = (
     "-O2",
     "-march=native",
@@ -43,10 +43,6 @@ BLOCK = 32
 """Input features of packed pairs are a multiple of this."""
 
 
-_LINEAR = [ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 3, ctypes.c_long, ctypes.c_int]
-"""The arguments of a product: x, its rows and columns, weight, bias, out, its columns, threads."""
-
-
 def serves(head_dim: int) -> bool:
     """Whether there are kernels for heads of this dimension."""
     return head_dim % 8 == 0 and head_dim <= 512
@@ -63,7 +59,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         p, n, f, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
         of_type: dict[str, tuple[list[Any], Any]] = {
-            "linear": (_LINEAR, i),
+            "linear": ([p, n, n, p, p, p, n, i], i),
             "decode": ([p, n, p, n, n, p, n, p, n, n, n, n, n, n, f, p, i], i),
             "prefill": ([p, n, p, n, n, p, n, n, n, n, n, n, n, f, p, i], i),
             "write": ([p, p, n, p, n, n, p, p, n, n, n, n, i], None),
@@ -73,11 +69,14 @@ class Kernels:
             for name, signature in of_type.items()
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         }
+        self._in_pairs = {
+            name: _function(library, f"baton_{name}_pairs", *of_type[name]) for name in ("linear", "decode", "prefill")
+        }
         instructions = _function(library, "baton_multiplies_pairs", [], i)()
         self.multiplies_pairs = instructions > 0
-        """Whether the CPU has instructions for products of bfloat16, for which its weights are packed in pairs."""
+        """Whether the CPU has instructions for products of bfloat16, for which weights, keys and values are packed in
+        pairs."""
         log.debug("products of bfloat16 with %s", ("widened numbers", "AVX-512", "AMX")[instructions])
-        self._linear_pairs = _function(library, "baton_linear_pairs", _LINEAR, i)
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
         self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
         self._best = _function(library, "baton_best", [p, n, n, p, p, i], None)
@@ -100,13 +99,19 @@ class Kernels:
         assert packed.is_contiguous()
         assert bias is None or bias.shape == (out_features,)
         out = torch.empty(rows, out_features)
-        multiply = self._linear_pairs if pairs else self._of_type["linear", packed.dtype]
+        multiply = self._in_pairs["linear"] if pairs else self._of_type["linear", packed.dtype]
         failed = multiply(
             _floats(x), rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads()
         )
         if failed:
             raise MemoryError("no memory for a product's inputs")
         return out
+
+    def _attention(self, name: str, dtype: torch.dtype) -> Any:
+        """The function for KV of this type."""
+        if dtype == torch.bfloat16 and self.multiplies_pairs:
+            return self._in_pairs[name]
+        return self._of_type[name, dtype]
 
     def attend_decode(
         self,
@@ -119,13 +124,14 @@ class Kernels:
         out_NHD: torch.Tensor,
     ) -> None:
         """Write the attention of N tokens into `out_NHD`. Each is the last of the `lens_N` tokens of its sequence,
-        whose blocks are in `tables_NM`. Raises `MemoryError`."""
+        whose blocks are in `tables_NM`. On a CPU that `multiplies_pairs`, queries and weights are rounded to bfloat16
+        beside KV of that type. Raises `MemoryError`."""
         assert (tables_NM.dtype, lens_N.dtype) == (torch.int64, torch.int64)
         assert tables_NM.stride(1) == 1
         assert lens_N.is_contiguous()
         assert len(q_NHD) == len(tables_NM) == len(lens_N)
         assert out_NHD.shape == q_NHD.shape
-        failed = self._of_type["decode", kv_layer.dtype](
+        failed = self._attention("decode", kv_layer.dtype)(
             *_queries(q_NHD),
             *_cache(kv_layer),
             tables_NM.data_ptr(),
@@ -151,11 +157,11 @@ class Kernels:
         out_THD: torch.Tensor,
     ) -> None:
         """Write the attention of a sequence's tokens at positions `start` and on into `out_THD`. The sequence's blocks
-        are `table_M`, and hold the KV of these tokens already. Raises `MemoryError`."""
+        are `table_M`, and hold the KV of these tokens already. Rounds as `attend_decode`. Raises `MemoryError`."""
         assert (table_M.dtype, table_M.stride(0)) == (torch.int64, 1)
         assert start + len(q_THD) <= len(table_M) * kv_layer.shape[3]
         assert out_THD.shape == q_THD.shape
-        failed = self._of_type["prefill", kv_layer.dtype](
+        failed = self._attention("prefill", kv_layer.dtype)(
             *_queries(q_THD),
             *_cache(kv_layer),
             table_M.data_ptr(),

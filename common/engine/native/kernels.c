@@ -6,9 +6,9 @@
    features; a score is one in the order of the dimensions, and a sum of values one in the order of the slots.
 
    Weights are packed in panels of 16 outputs, `[panel][input feature][16]`, in their own type. Panels of bf16 are in
-   the order of `load_pair`; or they are PAIRS (`pairs.h`). The last panel is padded with zeros. The inputs of a product are packed, too, and a tile of
-   up to 6 rows and 16 outputs, or 10 and 32, is held in registers (after Goto and van de Geijn, "Anatomy of
-   High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008, sections 4 and 5). */
+   the order of `load_pair`; or they are PAIRS (`pairs.h`). The last panel is padded with zeros. The inputs of a product
+   are packed, too, and a tile of up to 6 rows and 16 outputs, or 10 and 32, is held in registers (after Goto and van de
+   Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008, sections 4 and 5). */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -119,7 +119,7 @@ struct room {
     float *at;
     long size;
 };
-static __thread struct room scratch, rounded;
+static __thread struct room scratch, rounded, attending;
 
 /* Make room for `size` numbers, for this thread; NULL if there is not enough memory. */
 static float *grown(struct room *room, long size) {
@@ -599,7 +599,7 @@ struct decode {
         const long begin = a->window && end > a->window ? end - a->window : 0;                                         \
         const long size = (end - begin / 8 * 8 + 7) / 8 * 8, packed = (c->group + PANEL) * c->block_size;              \
         const long least = heads * c->group * (size + D + dims_of(D)), at = first * c->group * D;                      \
-        float *room = room_for(least + (SLOTS * D > packed ? SLOTS * D : packed));                                     \
+        float *room = grown(&attending, least + (SLOTS * D > packed ? SLOTS * D : packed));                            \
         if (!room) return 1;                                                                                           \
         attend(TYPE, c, a->q + i * a->q_stride + at, a->tables + i * a->width, first, heads, begin, end, room, size,   \
                a->out + i * c->kv_heads * c->group * D + at);                                                          \
@@ -618,7 +618,23 @@ DECODE(baton_decode_float32, F32)
 DECODE(baton_decode_bfloat16, BF16)
 DECODE(baton_decode_float16, F16)
 
-enum { QUERIES = 24 }; /* queries whose scores are computed together, so that the keys are read once for all */
+enum {
+    QUERIES = 24, /* queries whose scores are computed together, so that the keys are read once for all */
+    RUN = 4,      /* panels of keys that a thread packs at a time */
+};
+
+struct prefill {
+    struct cache cache;
+    const float *q;
+    long q_stride;
+    const int64_t *table;
+    long start, first, end, window;  /* position of the first token; the slots that tokens see, the window */
+    long panels, size, rows;         /* of these slots, their number in whole panels; queries of a KV head */
+    long head, queries;              /* the KV head, and how many of its queries are computed together */
+    int pairs;                       /* whether keys and values are packed in pairs */
+    char *keys, *values;
+    float *out;
+};
 
 /* Pack the keys `[first, first + 16)` of a head as a panel `[head_dim][16]`. Pack their values as rows of panels of 16
    dimensions, `[panel][size][16]`, the first of which starts at `values`. Slots from `end` on give zeros. */
@@ -642,22 +658,29 @@ INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, lo
 }
 
 /* Attention of the queries `[begin, end)` of a head's group, counted over tokens and heads of the group, to the packed
-   slots `[first, first + size)`. `room` is for QUERIES * (size + DEPTH + 3 * head_dim + 1) numbers. */
-static void attend_tile(const struct cache *c, const float *q, long q_stride, long head, long start, long begin,
-                        long end, long first, long window, const float *keys, const float *values, long size,
-                        float *room, float *out) {
-    const long D = c->head_dim, G = c->group, num = end - begin, width = PANEL * sizeof(float);
-    const long seen = start + (end - 1) / G + 1 - first, panels = (seen + PANEL - 1) / PANEL, row_size = panels * PANEL;
-    float *scores = room, *queries = scores + num * row_size, *sums = queries + num * D, *factors = sums + num * D;
+   slots. `room` is for QUERIES * (size + DEPTH + 3 * dims_of(head_dim) + 1) numbers. Returns 0, or 1 if there is not
+   enough memory. */
+static int attend_tile(const struct prefill *a, long begin, long end, float *room) {
+    const struct cache *c = &a->cache;
+    const long D = c->head_dim, G = c->group, num = end - begin, width = PANEL * sizeof(float), all = dims_of(D);
+    const long seen = a->start + (end - 1) / G + 1 - a->first, aligned = a->pairs ? 2 * PANEL : PANEL;
+    const long row_size = (seen + aligned - 1) / aligned * aligned, panels = row_size / PANEL;
+    float *scores = room, *queries = scores + num * row_size, *sums = queries + num * D, *factors = sums + num * all;
     float *packed = factors + num;
+    int failed = 0;
     for (long r = 0; r < num; r++) {
-        const float *from = q + (begin + r) / G * q_stride + (head * G + (begin + r) % G) * D;
+        const float *from = a->q + (begin + r) / G * a->q_stride + (a->head * G + (begin + r) % G) * D;
         for (long d = 0; d < D; d++) queries[r * D + d] = from[d] * c->scale;
     }
-    for (long t = 0; t < tiles_of(num); t++) pack_tile(queries, num, t, D, D, packed);
-    panels_of(F32, packed, num, D, (const char *)keys, width, D * width, panels, NULL, 1, scores, row_size, 0);
+    if (a->pairs) {
+        failed |= pairs_product(queries, num, D, D, a->keys, blocks_of(D) * TILE_BYTES, panels, 1, scores, row_size);
+    } else {
+        for (long t = 0; t < tiles_of(num); t++) pack_tile(queries, num, t, D, D, packed);
+        panels_of(F32, packed, num, D, a->keys, width, D * width, panels, NULL, 1, scores, row_size, 0);
+    }
     for (long r = 0; r < num; r++) {
-        const long stop = start + (begin + r) / G + 1 - first, low = window && stop > window ? stop - window : 0;
+        const long stop = a->start + (begin + r) / G + 1 - a->first;
+        const long low = a->window && stop > a->window ? stop - a->window : 0;
         const long whole = low / 8 * 8;
         float *row = scores + r * row_size;
         for (long s = whole; s < low; s++) row[s] = -__builtin_inff();
@@ -665,54 +688,51 @@ static void attend_tile(const struct cache *c, const float *q, long q_stride, lo
         memset(row, 0, low * sizeof(float));
         memset(row + stop, 0, (row_size - stop) * sizeof(float));
     }
-    for (long s = 0, deep; s < row_size; s += deep) {
+    if (a->pairs)
+        failed |= pairs_product(scores, num, row_size, row_size, a->values, blocks_of(a->size) * TILE_BYTES,
+                                all / PANEL, 1, sums, all);
+    for (long s = 0, deep; s < row_size && !a->pairs; s += deep) {
         deep = row_size - s < DEPTH ? row_size - s : DEPTH;
         for (long t = 0; t < tiles_of(num); t++) pack_tile(scores + s, num, t, row_size, deep, packed);
-        panels_of(F32, packed, num, deep, (const char *)(values + s * PANEL), width, size * width, dims_of(D) / PANEL,
-                  NULL, s == 0, sums, D, 0);
+        panels_of(F32, packed, num, deep, a->values + s * width, width, a->size * width, all / PANEL, NULL, s == 0,
+                  sums, all, 0);
     }
     for (long r = 0; r < num; r++) {
-        float *to = out + ((begin + r) / G * c->kv_heads * G + head * G + (begin + r) % G) * D;
-        for (long d = 0; d < D; d++) to[d] = sums[r * D + d] * factors[r];
+        float *to = a->out + ((begin + r) / G * c->kv_heads * G + a->head * G + (begin + r) % G) * D;
+        for (long d = 0; d < D; d++) to[d] = sums[r * all + d] * factors[r];
     }
+    return failed;
 }
-
-enum { RUN = 4 }; /* panels of keys that a thread packs at a time */
-
-struct prefill {
-    struct cache cache;
-    const float *q;
-    long q_stride;
-    const int64_t *table;
-    long start, first, end, window;  /* position of the first token; the slots that tokens see, the window */
-    long panels, size, rows;         /* of these slots, their number in whole panels; queries of a KV head */
-    long head;
-    float *keys, *values, *out;
-};
 
 /* The queries of a tile, the longest first. */
 static int attend_queries(void *job, long unit) {
     const struct prefill *a = job;
-    const long begin = ((a->rows + QUERIES - 1) / QUERIES - 1 - unit) * QUERIES;
-    const long stop = begin + QUERIES < a->rows ? begin + QUERIES : a->rows;
-    float *room = room_for(QUERIES * (a->size + DEPTH + 3 * a->cache.head_dim + 1));
-    if (!room) return 1;
-    attend_tile(&a->cache, a->q, a->q_stride, a->head, a->start, begin, stop, a->first, a->window, a->keys, a->values,
-                a->size, room, a->out);
-    return 0;
+    const long num = a->queries, begin = ((a->rows + num - 1) / num - 1 - unit) * num;
+    float *room = grown(&attending, num * (a->size + DEPTH + 3 * dims_of(a->cache.head_dim) + 1));
+    return room ? attend_tile(a, begin, begin + num < a->rows ? begin + num : a->rows, room) : 1;
+}
+
+/* Attend to the packed slots, head by head, so that only one head's keys and values are unpacked at a time. */
+static int attend_prompt(struct prefill *a, work pack, int threads) {
+    int failed = 0;
+    for (a->head = 0; a->head < a->cache.kv_heads; a->head++) {
+        share((a->panels + RUN - 1) / RUN, threads, pack, a);
+        failed |= share((a->rows + a->queries - 1) / a->queries, threads, attend_queries, a);
+    }
+    free(a->keys);
+    return failed;
 }
 
 /* Attention of a chunk: out `[N, H, D]` for the tokens at positions `[start, start + N)` of the sequence whose blocks
    are `table`, with queries `[H, D]` in rows `q_stride` apart. A token sees itself and the tokens before it: the last
-   `window` of these, or all if `window` is 0. The order is head by head, so that only one head's keys and values are
-   unpacked at a time. Returns 0, or 1 if there is not enough memory. */
+   `window` of these, or all if `window` is 0. Returns 0, or 1 if there is not enough memory. */
 #define PREFILL(NAME, TYPE)                                                                                            \
     static int NAME##_pack(void *job, long unit) {                                                                     \
         const struct prefill *a = job;                                                                                 \
         const long D = a->cache.head_dim, stop = (unit + 1) * RUN < a->panels ? (unit + 1) * RUN : a->panels;          \
         for (long p = unit * RUN; p < stop; p++)                                                                       \
-            pack_slots(TYPE, &a->cache, a->table, a->head, a->first + p * PANEL, a->end, a->keys + p * D * PANEL,      \
-                       a->values + p * PANEL * PANEL, a->size);                                                        \
+            pack_slots(TYPE, &a->cache, a->table, a->head, a->first + p * PANEL, a->end,                               \
+                       (float *)a->keys + p * D * PANEL, (float *)a->values + p * PANEL * PANEL, a->size);             \
         return 0;                                                                                                      \
     }                                                                                                                  \
     int NAME(const float *q, long q_stride, const char *layer, long block_bytes, long head_bytes,                      \
@@ -720,23 +740,19 @@ static int attend_queries(void *job, long unit) {
              long window, float scale, float *out, int threads) {                                                      \
         const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};         \
         const long first = window && start + 1 > window ? (start + 1 - window) / PANEL * PANEL : 0, end = start + N;   \
-        const long panels = (end - first + PANEL - 1) / PANEL, size = panels * PANEL, rows = N * group;                \
-        float *keys = aligned_alloc(64, size * (head_dim + dims_of(head_dim)) * sizeof(float));                        \
+        const long panels = (end - first + PANEL - 1) / PANEL, size = panels * PANEL;                                  \
+        char *keys = aligned_alloc(64, size * (head_dim + dims_of(head_dim)) * sizeof(float));                         \
         if (!keys) return 1;                                                                                           \
-        struct prefill a = {c, q, q_stride, table, start, first, end, window, panels, size, rows, 0, keys,             \
-                            keys + size * head_dim, out};                                                              \
-        int failed = 0;                                                                                                \
-        for (; a.head < kv_heads; a.head++) {                                                                          \
-            share((panels + RUN - 1) / RUN, threads, NAME##_pack, &a);                                                 \
-            failed |= share((rows + QUERIES - 1) / QUERIES, threads, attend_queries, &a);                              \
-        }                                                                                                              \
-        free(keys);                                                                                                    \
-        return failed;                                                                                                 \
+        struct prefill a = {c, q, q_stride, table, start, first, end, window, panels, size, N * group, 0, QUERIES, 0,  \
+                            keys, keys + size * head_dim * sizeof(float), out};                                        \
+        return attend_prompt(&a, NAME##_pack, threads);                                                                \
     }
 
 PREFILL(baton_prefill_float32, F32)
 PREFILL(baton_prefill_bfloat16, BF16)
 PREFILL(baton_prefill_float16, F16)
+
+#include "paired_attention.h"
 
 /* --- between the products ----------------------------------------------------------------------------------------- */
 

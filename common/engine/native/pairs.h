@@ -80,10 +80,13 @@ struct tiled {
     const char *x; /* rounded */
     long M, blocks;
     const char *w;
+    long panel_bytes, panels; /* from a panel to the next one, and their number */
+    int fresh, cold;          /* whether the products are not added to the outputs; whether panels come from memory */
     const float *bias;
     float *out;
+    long N; /* outputs of a row */
     char *packed; /* [tile of rows][block][16][32] */
-    long N, m, rows, k, num, panels, run;
+    long m, rows, k, num, run;
 };
 
 INLINE long row_tiles_of(long rows) { return (rows + SIDE - 1) / SIDE; }
@@ -114,7 +117,7 @@ struct row_tile {
     long step, stride;
 };
 
-/* Prefetch the block that is AHEAD blocks behind block b of a panel of `num`, or of the one `further` bytes behind it. */
+/* Prefetch the block that is AHEAD blocks behind block b of a panel of `num`, or of the one `further` bytes behind. */
 INLINE void prefetch_block(const char *panel, long b, long num, long further) {
     const char *at = panel + (b + AHEAD) * TILE_BYTES + (b + AHEAD < num ? 0 : further - num * TILE_BYTES);
     UNROLL for (int i = 0; i < SIDE; i++) __builtin_prefetch(at + 4 * SIDE * i, 0, 2);
@@ -123,8 +126,8 @@ INLINE void prefetch_block(const char *panel, long b, long num, long further) {
 #define LOAD_SUMS(t, i) if (fresh) { CLEAR(t); } else { LOAD(t, sums->at[i], sums->stride[i]); }
 #define STORE_SUMS(t, i) STORE(t, sums->at[i], sums->stride[i])
 
-/* Products of one tile of rows with two or four panels of `num` blocks, or of two tiles with two. Unless `further` is 0,
-   the panels come from memory, and `further` bytes behind them are those that are used next. */
+/* Products of one tile of rows with two or four panels of `num` blocks, or of two tiles with two. Unless `further` is
+   0, the panels come from memory, and are prefetched: those that are used next are `further` bytes behind them. */
 INLINE void one_tile(int panels, struct row_tile x, const char *const *w, long num, long further, int fresh,
                      const struct sums *sums) {
     LOAD_SUMS(0, 0)
@@ -184,15 +187,15 @@ INLINE void two_tiles(struct row_tile x, const char *other, const char *const *w
    `left` are there. The sums of whole tiles are computed in the outputs, and others beside them. */
 INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long p, long left) {
     float room[4][SIDE * SIDE] __attribute__((aligned(64)));
-    const long panel_bytes = a->blocks * TILE_BYTES, row_bytes = a->N * sizeof(float);
-    const int fresh = !a->k, last = a->k + a->num == a->blocks;
+    const long row_bytes = a->N * sizeof(float);
+    const int fresh = a->fresh && !a->k, last = a->k + a->num == a->blocks;
     const char *w[4];
     int whole[4];
     struct sums sums;
     for (int i = 0; i < 4; i++) { /* with two tiles, the last two are those of the second */
         const long tile = t + i / panels, panel = p + i % panels, row = tile * SIDE;
         const int used = i % panels < left && (i < panels || two);
-        w[i] = a->w + (i % panels < left ? panel : p + left - 1) * panel_bytes + a->k * TILE_BYTES;
+        w[i] = a->w + (i % panels < left ? panel : p + left - 1) * a->panel_bytes + a->k * TILE_BYTES;
         char *at = (char *)(a->out + (a->m + row) * a->N + panel * SIDE);
         whole[i] = used && (panel + 1) * SIDE <= a->N && (row + SIDE <= a->rows || a->rows < SIDE);
         sums.at[i] = whole[i] ? at : (char *)room[i];
@@ -204,7 +207,7 @@ INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long 
     }
     struct row_tile x = {a->packed + t * a->num * TILE_BYTES, TILE_BYTES, 4 * SIDE};
     if (!a->packed) x = (struct row_tile){a->x + a->k * 2 * BLOCK, 2 * BLOCK, a->blocks * 2 * BLOCK};
-    const long further = t ? 0 : panels * panel_bytes;
+    const long further = a->cold && !t ? panels * a->panel_bytes : 0;
     if (two) two_tiles(x, x.at + a->num * TILE_BYTES, w, a->num, further, fresh, &sums);
     else if (panels == 2) one_tile(2, x, w, a->num, further, fresh, &sums);
     else one_tile(4, x, w, a->num, further, fresh, &sums);
@@ -219,7 +222,8 @@ INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long 
                 UNROLL for (int n = 0; n < SIDE; n += 8)
                     store((char *)(to + n), load(from + 4 * n, F32) + floats(bias + n), F32);
             else
-                for (long n = 0; n < SIDE && first + n < a->N; n++) to[n] = ((const float *)from)[n] + (bias ? bias[n] : 0);
+                for (long n = 0; n < SIDE && first + n < a->N; n++)
+                    to[n] = ((const float *)from)[n] + (bias ? bias[n] : 0);
         }
     }
 }
@@ -246,21 +250,20 @@ static int tiled_panels(void *job, long unit) {
     return 0;
 }
 
-/* See `baton_linear_pairs`, for rows that are rounded. Up to a tile of rows is read as it is; more rows are packed. */
-static int linear_tiles(const char *x, long M, long blocks, const char *w, const float *bias, float *out, long N,
-                        int threads) {
-    const long height = M < TILES_ROWS ? M : TILES_ROWS;
-    const long depth = height * blocks > TILES_ROWS * TILES_DEPTH ? TILES_DEPTH : blocks;
-    struct tiled a = {.x = x, .M = M, .blocks = blocks, .w = w, .bias = bias, .out = out, .N = N};
-    if (M > SIDE && !(a.packed = (char *)room_for(row_tiles_of(height) * depth * TILE_BYTES / 4))) return 1;
-    a.panels = (N + SIDE - 1) / SIDE;
-    a.run = M > MANY ? 2 : run_of(a.panels, blocks * TILE_BYTES, threads);
-    for (a.m = 0; a.m < M; a.m += height)
-        for (a.k = 0; a.k < blocks; a.k += depth) {
-            a.rows = M - a.m < height ? M - a.m : height;
-            a.num = blocks - a.k < depth ? blocks - a.k : depth;
-            if (a.packed) share(row_tiles_of(a.rows), a.rows > MANY ? threads : 1, pack_row_tile, &a);
-            share((a.panels + a.run - 1) / a.run, threads, tiled_panels, &a);
+/* Compute a product; the members up to N are given. Up to a tile of rows is read as it is; more rows are packed.
+   Returns 0, or 1 if there is not enough memory. */
+static int multiply_tiles(struct tiled *a, int threads) {
+    const long height = a->M < TILES_ROWS ? a->M : TILES_ROWS;
+    const long depth = height * a->blocks > TILES_ROWS * TILES_DEPTH ? TILES_DEPTH : a->blocks;
+    a->packed = a->M > SIDE ? (char *)room_for(row_tiles_of(height) * depth * TILE_BYTES / 4) : NULL;
+    if (a->M > SIDE && !a->packed) return 1;
+    a->run = a->M > MANY ? 2 : run_of(a->panels, a->blocks * TILE_BYTES, threads);
+    for (a->m = 0; a->m < a->M; a->m += height)
+        for (a->k = 0; a->k < a->blocks; a->k += depth) {
+            a->rows = a->M - a->m < height ? a->M - a->m : height;
+            a->num = a->blocks - a->k < depth ? a->blocks - a->k : depth;
+            if (a->packed) share(row_tiles_of(a->rows), a->rows > MANY ? threads : 1, pack_row_tile, a);
+            share((a->panels + a->run - 1) / a->run, threads, tiled_panels, a);
         }
     return 0;
 }
@@ -295,7 +298,34 @@ int baton_linear_pairs(const float *x, long M, long K, const char *w, const floa
     if (!a.to) return 1;
     share(M, M > MANY ? threads : 1, round_rows, &a);
 #ifdef TILES
-    if (with_tiles) return linear_tiles(a.to, M, blocks, w, bias, out, N, threads);
+    if (with_tiles) {
+        struct tiled product = {.x = a.to, .M = M, .blocks = blocks, .w = w, .panel_bytes = blocks * TILE_BYTES,
+                                .panels = (N + SIDE - 1) / SIDE, .fresh = 1, .cold = 1, .bias = bias, .out = out,
+                                .N = N};
+        return multiply_tiles(&product, threads);
+    }
 #endif
     return baton_linear_words((const float *)a.to, M, blocks * SIDE, w, bias, out, N, threads);
+}
+
+/* The same by one thread, for attention: M rows of x, `stride` apart, with `panels` panels, `panel_bytes` apart, to
+   rows of `out`, `width` apart, a multiple of 16. The products are added to what is there unless they are `fresh`. */
+static int pairs_product(const float *x, long M, long stride, long K, const char *w, long panel_bytes, long panels,
+                         int fresh, float *out, long width) {
+    const long blocks = blocks_of(K), words = blocks * SIDE;
+    char *rows = (char *)grown(&rounded, M * words);
+    if (!rows) return 1;
+    for (long r = 0; r < M; r++) round_row(x + r * stride, K, rows + r * 4 * words);
+#ifdef TILES
+    if (with_tiles) {
+        struct tiled product = {.x = rows, .M = M, .blocks = blocks, .w = w, .panel_bytes = panel_bytes,
+                                .panels = panels, .fresh = fresh, .out = out, .N = width};
+        return multiply_tiles(&product, 1);
+    }
+#endif
+    float *packed = room_for(M * words);
+    if (!packed) return 1;
+    for (long t = 0; t < tiles_of(M); t++) pack_tile((const float *)rows, M, t, words, words, packed);
+    panels_pairs(packed, M, words, w, 4 * SIDE, panel_bytes, panels, NULL, fresh, NULL, out, width, 0);
+    return 0;
 }
