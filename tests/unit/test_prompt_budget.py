@@ -48,7 +48,9 @@ def costs(decode_s: float = 0.02, token_s: float = 1e-4) -> Costs:
         ((Tier.BATCH,), 2047),
     ],
 )
-def test_a_step_takes_four_fifths_of_the_shortest_target_of_who_decodes(tiers: tuple[Tier, ...], num_tokens: int) -> None:
+def test_a_step_takes_four_fifths_of_the_shortest_target_of_who_decodes(
+    tiers: tuple[Tier, ...], num_tokens: int
+) -> None:
     assert chunk_beside(*tiers, costs=costs()) == pytest.approx(num_tokens, abs=1)
 
 
