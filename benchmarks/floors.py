@@ -67,7 +67,7 @@ class Machine:
     def __init__(self, folder: Path, config: ModelConfig, dtype: str, threads: int) -> None:
         library = folder / "floors.so"
         source = Path(__file__).with_name("floors.c")
-        flags = ["-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"]
+        flags = ["-O3", "-march=native", "-shared", "-fPIC"]
         subprocess.run(["cc", *flags, "-o", str(library), str(source)], check=True)
         self._read = ctypes.CDLL(str(library)).read_all
         self._read.argtypes, self._read.restype = [ctypes.c_void_p, ctypes.c_long, ctypes.c_int], ctypes.c_float
