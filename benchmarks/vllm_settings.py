@@ -2,10 +2,10 @@
 
     python -m benchmarks.vllm_settings --model 15m --dtype float32
 
-The candidates are `CANDIDATES`. One is up at a time, so that large models fit;
-after a warm-up it gets the load `--runs` times, of which the median counts. `benchmarks.versus` and
-`benchmarks.goodput` use the best of them (`vllm.chosen`) at every concurrency and rate. The results so far are
-recorded after each candidate. Needs `python -m benchmarks.peers.install_vllm`.
+The candidates are `CANDIDATES`. One is up at a time, so that large models fit; after a warm-up it gets the load
+`--runs` times, of which the median counts. `benchmarks.versus` and `benchmarks.goodput` use the best of them
+(`vllm.chosen`) at every concurrency and rate. The results so far are recorded after each candidate. Needs
+`python -m benchmarks.peers.install_vllm`.
 """
 
 from __future__ import annotations

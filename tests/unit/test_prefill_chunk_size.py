@@ -49,6 +49,7 @@ def first_chunk(made: PrefillScheduler, tier: Tier = BATCH) -> int:
     ("token_s", "step_s", "num_tokens"),
     [
         (0.0, 0.0, MOST),
+        (0.0, 1.0, MOST),
         (1e-4, 0.0, MOST),
         (LONGEST_STEP_S / MOST, 0.0, MOST),
         (1e-3, 0.0, 250),

@@ -76,7 +76,8 @@ class Kernels:
         self.multiplies_pairs = instructions > 0
         """Whether the CPU has instructions for products of bfloat16, for which weights, keys and values are packed in
         pairs."""
-        log.debug("products of bfloat16 with %s", ("widened numbers", "AVX-512", "AMX")[instructions])
+        if instructions:
+            log.info("bfloat16 is multiplied with %s", "AMX" if instructions == 2 else "AVX-512")
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
         self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
         self._best = _function(library, "baton_best", [p, n, n, p, p, i], None)

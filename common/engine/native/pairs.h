@@ -9,9 +9,6 @@
    and the sums of blocks are added in their order (Intel's Software Developer's Manual, TDPBF16PS). Both are the same
    whatever the number of rows, so all products of a CPU are computed with one of them. */
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 enum {
     SIDE = 16,                /* rows of a tile, and the words of each: a tile of sums has 16 rows and 16 outputs */
     BLOCK = 2 * SIDE,         /* input features of a tile */
@@ -59,6 +56,8 @@ static int round_rows(void *job, long unit) {
 #include EMULATED_TILES
 #elif defined(__AMX_TILE__) && defined(__AMX_BF16__)
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #define TILES
 /* The compiler is not told what memory the instructions read. */
 #define READ_BY_NEXT(p) __asm__ volatile("" ::"r"(p) : "memory")
