@@ -183,21 +183,28 @@ INLINE lane add_product(int type, lane sum, float x, lane parts) {
 #endif
 }
 
-/* Memory that will be needed soon: STREAMS parts, `apart` bytes from each other. For each row of each panel, `pace`
-   bytes are prefetched, from each part in turn. */
+/* Memory that will be needed soon, in parts. For each row of each panel, `pace` bytes are prefetched, from each part in
+   turn; then the parts begin behind them. */
 struct ahead {
-    const char *at;
-    long apart, pace;
+    const char *at[STREAMS];
+    long pace;
 };
+
+/* Parts `apart` bytes from each other. */
+INLINE struct ahead ahead_of(const char *first, long apart, long pace) {
+    struct ahead ahead = {.pace = pace};
+    UNROLL for (int i = 0; i < STREAMS; i++) ahead.at[i] = first + i * apart;
+    return ahead;
+}
 
 /* Products of `rows` rows of x, packed as `[K][rows]`, with K rows, `row_bytes` apart, of each of `panels` panels,
    `panel_bytes` apart. They are added to `out`, in rows `stride` apart, unless `fresh`. At last add the bias, unless it
    is NULL. */
 INLINE void tile(int rows, int panels, int type, const float *x, long K, const char *w, long row_bytes,
-                 long panel_bytes, struct ahead ahead, int fresh, const float *bias, float *out, long stride) {
+                 long panel_bytes, struct ahead *ahead, int fresh, const float *bias, float *out, long stride) {
     const int lanes = LANES * panels;
     const char *next[STREAMS];
-    for (int i = 0; i < STREAMS; i++) next[i] = ahead.at + i * ahead.apart;
+    for (int i = 0; i < STREAMS; i++) next[i] = ahead->at[i];
     lane held[TILE][LANES * GROUP];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < lanes; i++) {
@@ -209,7 +216,7 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
             const char *first = next[0];
             __builtin_prefetch(first, 0, 2);
             UNROLL for (int i = 0; i + 1 < STREAMS; i++) next[i] = next[i + 1];
-            next[STREAMS - 1] = first + ahead.pace;
+            next[STREAMS - 1] = first + ahead->pace;
             lane parts[LANES];
             load_panel(w + p * panel_bytes, type, parts);
             UNROLL for (int i = 0; i < LANES; i++)
@@ -218,6 +225,7 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
                 UNROLL for (int i = 0; i < LANES; i++)
                     held[r][p * LANES + i] = add_product(type, held[r][p * LANES + i], x[r], parts[i]);
         }
+    UNROLL for (int i = 0; i < STREAMS; i++) ahead->at[i] = next[i];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int i = 0; i < lanes; i++) {
             lane more = {0};
@@ -243,7 +251,7 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
 
 #define TILE_OF(NAME, TYPE)                                                                                            \
     static void NAME(int rows, int panels, const float *x, long K, const char *w, long row_bytes, long panel_bytes,    \
-                     struct ahead ahead, int fresh, const float *bias, float *out, long stride) {                      \
+                     struct ahead *ahead, int fresh, const float *bias, float *out, long stride) {                     \
         switch (16 * panels + rows) { CASES(TYPE) }                                                                    \
     }
 
@@ -286,24 +294,24 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
     static void NAME(const float *x, long M, long K, const char *w, long row_bytes, long panel_bytes, long panels,     \
                      const struct ahead *next, int fresh, const float *bias, float *out, long N, long first) {         \
         const long all = tiles_of(M), most = M == 1 ? GROUP : M == 2 ? 2 : BESIDE;                                     \
-        struct ahead ahead = {w, 0, 0};                                                                                \
-        if (next) ahead = (struct ahead){next->at, next->apart, next->pace / all};                                     \
+        struct ahead ahead = ahead_of(w, 0, 0);                                                                        \
+        if (next) ahead = *next, ahead.pace /= all;                                                                    \
         for (long p = 0, wide; p < panels; p += wide, first += wide * PANEL) {                                         \
             wide = most <= panels - p ? most : panels - p;                                                             \
             const char *at = w + p * panel_bytes;                                                                      \
             const long num = N - first;                                                                                \
             if (!next && M > 1)                                                                                        \
-                ahead = (struct ahead){at + wide * panel_bytes, wide * K * row_bytes / STREAMS, row_bytes / all};      \
-            for (long t = 0; t < all; t++, ahead.at += wide * K / STREAMS * ahead.pace) {                              \
+                ahead = ahead_of(at + wide * panel_bytes, wide * K * row_bytes / STREAMS, row_bytes / all);            \
+            for (long t = 0; t < all; t++) {                                                                           \
                 const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;                              \
                 const float *from = x + begin * K, *more = bias ? bias + first : NULL;                                 \
                 float *to = out + begin * N + first, room[TILE_SIZE > GROUP * PANEL ? TILE_SIZE : GROUP * PANEL];      \
                 if (num >= wide * PANEL) {                                                                             \
-                    TILE_NAME(rows, wide, from, K, at, row_bytes, panel_bytes, ahead, fresh, more, to, N);             \
+                    TILE_NAME(rows, wide, from, K, at, row_bytes, panel_bytes, &ahead, fresh, more, to, N);            \
                     continue;                                                                                          \
                 }                                                                                                      \
                 for (long r = 0; r < rows && !fresh; r++) memcpy(room + r * wide * PANEL, to + r * N, num * 4);        \
-                TILE_NAME(rows, wide, from, K, at, row_bytes, panel_bytes, ahead, fresh, NULL, room, wide * PANEL);    \
+                TILE_NAME(rows, wide, from, K, at, row_bytes, panel_bytes, &ahead, fresh, NULL, room, wide * PANEL);   \
                 for (long r = 0; r < rows; r++)                                                                        \
                     for (long i = 0; i < num; i++)                                                                     \
                         to[r * N + i] = room[r * wide * PANEL + i] + (more ? more[i] : 0);                             \
@@ -483,7 +491,7 @@ INLINE void scores_of(int type, const float *queries, long rows, long D, const c
             if (d < D) load_slots(type, at, D, d, 8, near, to + d * PANEL);
         }
         const long half = some * step / 2;
-        const struct ahead ahead = {next + s * step + half, half / STREAMS, PANEL / 2 * size_of(type)};
+        const struct ahead ahead = ahead_of(next + s * step + half, half / STREAMS, PANEL / 2 * size_of(type));
         panels_of(F32, queries, rows, D, (const char *)keys, width, D * width, (some + PANEL - 1) / PANEL,
                   next ? &ahead : NULL, 1, out, size, first + s);
     }
@@ -518,7 +526,7 @@ INLINE void weigh(int type, const float *weights, long size, long rows, long D, 
     const long step = D * size_of(type), width = PANEL * size_of(type), panels = D / PANEL, row_size = dims_of(D);
     char *last = (char *)(packed + rows * num);
     for (long t = 0; t < tiles_of(rows); t++) pack_tile(weights, rows, t, size, num, packed);
-    const struct ahead ahead = {next, num * step / STREAMS, width};
+    const struct ahead ahead = ahead_of(next, num * step / STREAMS, width);
     panels_of(type, packed, rows, num, v, step, width, panels, next ? &ahead : NULL, fresh, sums, row_size, 0);
     if (D % PANEL == 0) return;
     for (long s = 0; s < num; s++) {
@@ -673,7 +681,7 @@ static int attend_tile(const struct prefill *a, long begin, long end, float *roo
         for (long d = 0; d < D; d++) queries[r * D + d] = from[d] * c->scale;
     }
     if (a->pairs) {
-        failed |= pairs_product(queries, num, D, D, a->keys, blocks_of(D) * TILE_BYTES, panels, 1, scores, row_size);
+        failed |= pairs_product(queries, num, D, D, a->keys, blocks_of(D) * TILE_BYTES, panels, NULL, 1, scores, row_size);
     } else {
         for (long t = 0; t < tiles_of(num); t++) pack_tile(queries, num, t, D, D, packed);
         panels_of(F32, packed, num, D, a->keys, width, D * width, panels, NULL, 1, scores, row_size, 0);
@@ -690,7 +698,7 @@ static int attend_tile(const struct prefill *a, long begin, long end, float *roo
     }
     if (a->pairs)
         failed |= pairs_product(scores, num, row_size, row_size, a->values, blocks_of(a->size) * TILE_BYTES,
-                                all / PANEL, 1, sums, all);
+                                all / PANEL, NULL, 1, sums, all);
     for (long s = 0, deep; s < row_size && !a->pairs; s += deep) {
         deep = row_size - s < DEPTH ? row_size - s : DEPTH;
         for (long t = 0; t < tiles_of(num); t++) pack_tile(scores + s, num, t, row_size, deep, packed);

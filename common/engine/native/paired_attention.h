@@ -6,49 +6,97 @@
    the same order in a decode step and in a chunk. Slots that no token sees are zeros. */
 
 enum {
-    AT_ONCE = 256, /* slots of a decode step that are packed before they are multiplied: they stay in the first cache */
-    AHEAD_SLOTS = 64, /* from the slots that are packed to those that are prefetched */
+    AT_ONCE = 128, /* slots of a decode step that are packed before they are multiplied: they stay in the first cache */
     QUERIES_IN_PAIRS = 2 * SIDE,
 };
+
+typedef uint32_t words __attribute__((vector_size(4 * SIDE))); /* a row of a tile */
+typedef uint16_t halves __attribute__((vector_size(4 * SIDE)));
+
+/* Number i of the first of two vectors, number i of the second, the next one of the first, and so on. */
+#define ALTERNATING(i)                                                                                                 \
+    i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35, i + 4, i + 36, i + 5, i + 37, i + 6, i + 38, i + 7,        \
+    i + 39, i + 8, i + 40, i + 9, i + 41, i + 10, i + 42, i + 11, i + 43, i + 12, i + 44, i + 13, i + 45, i + 14,      \
+    i + 46, i + 15, i + 47
 
 /* The keys of the slots `[first, first + num)`, or their values, which are `where` bytes behind; NULL for a slot that
    is not in `[begin, end)`. */
 INLINE void slots_of(const struct cache *c, const int64_t *table, long head, long where, long first, long num,
                      long begin, long end, const char **slots) {
+    const long step = 2 * c->head_dim;
     long block = first / c->block_size, place = first % c->block_size;
-    for (long i = 0; i < num; i++) {
-        const int seen = first + i >= begin && first + i < end;
-        slots[i] = seen ? keys_of(c, table[block], head) + where + place * c->head_dim * 2 : NULL;
-        if (++place == c->block_size) place = 0, block++;
+    for (long i = 0, some; i < num; i += some, place = 0, block++) {
+        some = c->block_size - place < num - i ? c->block_size - place : num - i;
+        const char *at = first + i < end ? keys_of(c, table[block], head) + where + place * step : NULL;
+        for (long s = first + i, stop = s + some; s < stop; s++, at += step)
+            slots[s - first] = s >= begin && s < end ? at : NULL;
     }
 }
 
-/* The same, while those AHEAD_SLOTS behind them are prefetched. */
-INLINE void slots_ahead(const struct cache *c, const int64_t *table, long head, long where, long first, long num,
-                        long begin, long end, const char **slots) {
-    slots_of(c, table, head, where, first + AHEAD_SLOTS, num, begin, end, slots);
-    for (long i = 0; i < num; i++)
-        for (long at = 0; slots[i] && at < 2 * c->head_dim; at += 64) __builtin_prefetch(slots[i] + at, 0, 2);
-    slots_of(c, table, head, where, first, num, begin, end, slots);
+/* What `slots_of` would give of a decode step's next slots, to be prefetched: in STREAMS parts, each in one block if
+   blocks are no smaller. */
+INLINE struct ahead slots_ahead(const struct cache *c, const int64_t *table, long head, long where, long first,
+                                long end) {
+    struct ahead ahead = {.pace = 32};
+    for (long i = 0, s = first; i < STREAMS; i++, s += AT_ONCE / STREAMS) {
+        const long slot = s < end ? s : end - 1;
+        ahead.at[i] = keys_of(c, table[slot / c->block_size], head) + where + slot % c->block_size * 2 * c->head_dim;
+    }
+    return ahead;
+}
+
+INLINE void prefetch_some(struct ahead *ahead, long num_bytes) {
+    UNROLL for (int i = 0; i < STREAMS; i++)
+        for (const char *stop = ahead->at[i] + num_bytes / STREAMS; ahead->at[i] < stop; ahead->at[i] += 64)
+            __builtin_prefetch(ahead->at[i], 0, 2);
+}
+
+/* Load 32 numbers of a slot from dimension d on; zeros behind the last one, and for a slot that is not seen. */
+INLINE words load_words(const char *slot, long d, long D) {
+    words x = {0};
+    if (slot && d + BLOCK <= D) memcpy(&x, slot + 2 * d, sizeof(x));
+    else if (slot && d < D) memcpy(&x, slot + 2 * d, 2 * (D - d));
+    return x;
+}
+
+#define IN_QUARTERS(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
+
+/* Swap the rows and columns of 16 vectors, which are words of a tile. */
+INLINE void transpose_words(words *x) {
+    words y[SIDE];
+    UNROLL for (int i = 0; i < SIDE; i += 2) { /* pairs of words, then pairs of pairs, in each quarter of a vector */
+        y[i] = IN_QUARTERS(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        y[i + 1] = IN_QUARTERS(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    }
+    UNROLL for (int i = 0; i < SIDE; i++) {
+        const words *from = y + i / 4 * 4 + i % 4 / 2;
+        x[i] = i % 2 ? IN_QUARTERS(from[0], from[2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+                     : IN_QUARTERS(from[0], from[2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    }
+    UNROLL for (int i = 0; i < SIDE; i++) { /* then quarters: even ones and odd ones, twice */
+        const words *from = x + i / 8 * 8 + i % 4;
+        y[i] = i % 8 / 4 ? IN_QUARTERS(from[0], from[4], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+                         : IN_QUARTERS(from[0], from[4], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    }
+    UNROLL for (int i = 0; i < SIDE; i++) {
+        const words *from = y + i % 8;
+        const int column = i % 4 + i / 4 % 2 * 4 + i / 8 * 8;
+        x[column] = i / 8 ? IN_QUARTERS(from[0], from[8], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+                          : IN_QUARTERS(from[0], from[8], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    }
 }
 
 /* Pack the keys of the slots `[first, first + 16)` as a panel `[blocks of dimensions][16][16][2]`. */
 static void pair_keys(const struct cache *c, const int64_t *table, long head, long first, long begin, long end,
                       char *to) {
-    const long D = c->head_dim;
     const char *slots[SIDE];
-    slots_ahead(c, table, head, 0, first, SIDE, begin, end, slots);
-    for (long half = 0; half < SIDE; half += 8)
-        for (long d = 0; d < blocks_of(D) * BLOCK; d += 16) {
-            v8 rows[8], columns[8];
-            UNROLL for (int i = 0; i < 8; i++) {
-                rows[i] = splat(0);
-                if (slots[half + i] && d + 16 <= D) memcpy(rows + i, slots[half + i] + 2 * d, 32);
-                else if (slots[half + i] && d < D) memcpy(rows + i, slots[half + i] + 2 * d, 16);
-            }
-            transpose(rows, columns);
-            UNROLL for (int i = 0; i < 8; i++) memcpy(to + 4 * ((d / 2 + i) * SIDE + half), columns + i, 32);
-        }
+    slots_of(c, table, head, 0, first, SIDE, begin, end, slots);
+    for (long d = 0; d < c->head_dim; d += BLOCK, to += TILE_BYTES) {
+        words x[SIDE];
+        UNROLL for (int i = 0; i < SIDE; i++) x[i] = load_words(slots[i], d, c->head_dim);
+        transpose_words(x);
+        UNROLL for (int i = 0; i < SIDE; i++) memcpy(to + i * sizeof(words), x + i, sizeof(words));
+    }
 }
 
 /* Pack the values of the slots `[first, first + 32)` as a block of each panel of 16 dimensions; the panels are
@@ -57,14 +105,15 @@ static void pair_values(const struct cache *c, const int64_t *table, long head, 
                         char *to, long panel_bytes) {
     const long D = c->head_dim;
     const char *slots[BLOCK];
-    slots_ahead(c, table, head, c->block_size * D * 2, first, BLOCK, begin, end, slots);
-    for (long pair = 0; pair < SIDE; pair++)
-        for (long d = 0; d < dims_of(D); d += 8) {
-            u16x8 lower = {0}, upper = {0};
-            if (slots[2 * pair] && d < D) memcpy(&lower, slots[2 * pair] + 2 * d, 16);
-            if (slots[2 * pair + 1] && d < D) memcpy(&upper, slots[2 * pair + 1] + 2 * d, 16);
-            const u32x8 words = __builtin_convertvector(lower, u32x8) | __builtin_convertvector(upper, u32x8) << 16;
-            memcpy(to + d / PANEL * panel_bytes + 4 * (pair * SIDE + d % PANEL), &words, 32);
+    slots_of(c, table, head, c->block_size * D * 2, first, BLOCK, begin, end, slots);
+    for (long d = 0; d < D; d += BLOCK, to += 2 * panel_bytes)
+        for (long pair = 0; pair < SIDE; pair++) {
+            const halves a = (halves)load_words(slots[2 * pair], d, D);
+            const halves b = (halves)load_words(slots[2 * pair + 1], d, D);
+            const halves low = __builtin_shuffle(a, b, (halves){ALTERNATING(0)});
+            const halves high = __builtin_shuffle(a, b, (halves){ALTERNATING(16)});
+            memcpy(to + pair * sizeof(words), &low, sizeof(low));
+            if (d + SIDE < D) memcpy(to + panel_bytes + pair * sizeof(words), &high, sizeof(high));
         }
 }
 
@@ -74,15 +123,20 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
                            float *room, long size, float *out) {
     const long D = c->head_dim, G = c->group, all = dims_of(D), base = begin / BLOCK * BLOCK;
     const long key_bytes = blocks_of(D) * TILE_BYTES, low = begin - base, whole = low / 8 * 8;
+    const long value_bytes = c->block_size * D * 2;
     float *scores = room, *scaled = scores + G * size, *sums = scaled + G * D, *factors = sums + G * all;
     char *packed = (char *)(factors + (G + SIDE - 1) / SIDE * SIDE);
     int failed = 0;
     for (long i = 0; i < G * D; i++) scaled[i] = q[i] * c->scale;
     for (long s = 0, num; s < size; s += num) {
         num = size - s < AT_ONCE ? size - s : AT_ONCE;
-        for (long p = 0; p < num / PANEL; p++)
+        struct ahead next = s + num < size ? slots_ahead(c, table, head, 0, base + s + num, end)
+                                           : slots_ahead(c, table, head, value_bytes, base, end);
+        for (long p = 0; p < num / PANEL; p++) {
+            prefetch_some(&next, PANEL * D);
             pair_keys(c, table, head, base + s + p * PANEL, begin, end, packed + p * key_bytes);
-        failed |= pairs_product(scaled, G, D, D, packed, key_bytes, num / PANEL, 1, scores + s, size);
+        }
+        failed |= pairs_product(scaled, G, D, D, packed, key_bytes, num / PANEL, &next, 1, scores + s, size);
     }
     for (long r = 0; r < G; r++) {
         float *row = scores + r * size;
@@ -94,9 +148,13 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
     for (long s = 0, num; s < size; s += num) {
         num = size - s < AT_ONCE ? size - s : AT_ONCE;
         const long blocks = num / BLOCK;
-        for (long b = 0; b < blocks; b++)
+        struct ahead next = slots_ahead(c, table, head, value_bytes, base + s + num, end);
+        for (long b = 0; b < blocks; b++) {
+            prefetch_some(&next, BLOCK * D);
             pair_values(c, table, head, base + s + b * BLOCK, begin, end, packed + b * TILE_BYTES, blocks * TILE_BYTES);
-        failed |= pairs_product(scores + s, G, size, num, packed, blocks * TILE_BYTES, all / PANEL, s == 0, sums, all);
+        }
+        failed |= pairs_product(scores + s, G, size, num, packed, blocks * TILE_BYTES, all / PANEL, &next, s == 0, sums,
+                                all);
     }
     for (long r = 0; r < G; r++)
         for (long d = 0; d < D; d++) out[r * D + d] = sums[r * all + d] * factors[r];

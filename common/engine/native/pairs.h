@@ -308,15 +308,18 @@ int baton_linear_pairs(const float *x, long M, long K, const char *w, const floa
 }
 
 /* The same by one thread, for attention: M rows of x, `stride` apart, with `panels` panels, `panel_bytes` apart, to
-   rows of `out`, `width` apart, a multiple of 16. The products are added to what is there unless they are `fresh`. */
+   rows of `out`, `width` apart, a multiple of 16. The products are added to what is there unless they are `fresh`.
+   Meanwhile prefetch a share of `next`, unless that is NULL. */
 static int pairs_product(const float *x, long M, long stride, long K, const char *w, long panel_bytes, long panels,
-                         int fresh, float *out, long width) {
+                         const struct ahead *next, int fresh, float *out, long width) {
     const long blocks = blocks_of(K), words = blocks * SIDE;
     char *rows = (char *)grown(&rounded, M * words);
     if (!rows) return 1;
     for (long r = 0; r < M; r++) round_row(x + r * stride, K, rows + r * 4 * words);
 #ifdef TILES
     if (with_tiles) {
+        for (long at = 0; next && at < panels * panel_bytes / STREAMS; at += 64)
+            UNROLL for (int i = 0; i < STREAMS; i++) __builtin_prefetch(next->at[i] + at, 0, 2);
         struct tiled product = {.x = rows, .M = M, .blocks = blocks, .w = w, .panel_bytes = panel_bytes,
                                 .panels = panels, .fresh = fresh, .out = out, .N = width};
         return multiply_tiles(&product, 1);
@@ -325,6 +328,6 @@ static int pairs_product(const float *x, long M, long stride, long K, const char
     float *packed = room_for(M * words);
     if (!packed) return 1;
     for (long t = 0; t < tiles_of(M); t++) pack_tile((const float *)rows, M, t, words, words, packed);
-    panels_pairs(packed, M, words, w, 4 * SIDE, panel_bytes, panels, NULL, fresh, NULL, out, width, 0);
+    panels_pairs(packed, M, words, w, 4 * SIDE, panel_bytes, panels, next, fresh, NULL, out, width, 0);
     return 0;
 }
