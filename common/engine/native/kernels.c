@@ -41,7 +41,6 @@ enum {
     PARTS = 4,    /* least number of these for each thread */
     MAX_HEAD_DIM = 512,
     PART = 512,  /* numbers of a row among which the largest one is looked for */
-    PANEL_BYTES = 1 << 17, /* most bytes of a panel that are prefetched before their use */
     STREAMS = 4, /* places from which memory is prefetched in turn: a core reads several streams faster than one */
 };
 
@@ -141,11 +140,13 @@ typedef float lane __attribute__((vector_size(64)));
 #else
 typedef v8 lane;
 #endif
-/* Most rows of a tile, and panels of a tile of many rows: as many as the registers hold. */
+/* Most rows of a tile, and panels of a tile of many rows: as many as the registers hold. Then most bytes of a panel that
+   are prefetched before their use, and of the panels of a single row, of which a core itself reads long ones ahead: as
+   measured, with a second cache of 512 KiB, and with one of 1 MiB. */
 #ifdef LARGE_TILES
-enum { TILE = 10, BESIDE = 2 };
+enum { TILE = 10, BESIDE = 2, PANEL_BYTES = 1 << 19, SHORT_BYTES = 1 << 17 };
 #else
-enum { TILE = 6, BESIDE = 1 };
+enum { TILE = 6, BESIDE = 1, PANEL_BYTES = 1 << 17, SHORT_BYTES = 0 };
 #endif
 enum { LANE = sizeof(lane) / 4, LANES = PANEL / LANE, TILE_SIZE = TILE * PANEL * BESIDE };
 
@@ -288,8 +289,7 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
 }
 
 /* Products of M packed rows with `panels` panels, for the outputs from `first` on, of which there are N. See `tile`.
-   Meanwhile each tile prefetches a share of `next`, or, if that is NULL, of the next panel. A single row with several
-   panels needs none of that: the core itself reads the panels ahead. */
+   Meanwhile each tile prefetches a share of `next`, or, if that is NULL, of the panels that follow. */
 #define PANELS_OF(NAME, TILE_NAME, TYPE)                                                                               \
     static void NAME(const float *x, long M, long K, const char *w, long row_bytes, long panel_bytes, long panels,     \
                      const struct ahead *next, int fresh, const float *bias, float *out, long N, long first) {         \
@@ -300,7 +300,7 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
             wide = most <= panels - p ? most : panels - p;                                                             \
             const char *at = w + p * panel_bytes;                                                                      \
             const long num = N - first;                                                                                \
-            if (!next && M > 1)                                                                                        \
+            if (!next && (M > 1 || wide * K * row_bytes <= SHORT_BYTES))                                               \
                 ahead = ahead_of(at + wide * panel_bytes, wide * K * row_bytes / STREAMS, row_bytes / all);            \
             for (long t = 0; t < all; t++) {                                                                           \
                 const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;                              \
