@@ -45,6 +45,7 @@ INLINE struct ahead slots_ahead(const struct cache *c, const int64_t *table, lon
     return ahead;
 }
 
+/* Prefetch the next `num_bytes` of all parts together. */
 INLINE void prefetch_some(struct ahead *ahead, long num_bytes) {
     UNROLL for (int i = 0; i < STREAMS; i++)
         for (const char *stop = ahead->at[i] + num_bytes / STREAMS; ahead->at[i] < stop; ahead->at[i] += 64)

@@ -318,7 +318,7 @@ static int pairs_product(const float *x, long M, long stride, long K, const char
     for (long r = 0; r < M; r++) round_row(x + r * stride, K, rows + r * 4 * words);
 #ifdef TILES
     if (with_tiles) {
-        for (long at = 0; next && at < panels * panel_bytes / STREAMS; at += 64)
+        for (long at = 0; next && at < panels * panel_bytes / 64 * next->pace / STREAMS; at += 64)
             UNROLL for (int i = 0; i < STREAMS; i++) __builtin_prefetch(next->at[i] + at, 0, 2);
         struct tiled product = {.x = rows, .M = M, .blocks = blocks, .w = w, .panel_bytes = panel_bytes,
                                 .panels = panels, .fresh = fresh, .out = out, .N = width};
