@@ -415,6 +415,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "goodput-15m-float32-fixed": goodput,
     "goodput-15m-float32-sharegpt": goodput,
     "vllm-settings-15m-float32": vllm_settings,
+    "vllm-settings-15m-bfloat16": vllm_settings,
     "vllm-settings-0.5b-float32": vllm_settings,
     "llama-0.5b": llama,
     "floors-0.5b-float32-1": floors,
