@@ -34,7 +34,8 @@ INLINE void slots_of(const struct cache *c, const int64_t *table, long head, lon
 }
 
 /* What `slots_of` would give of a decode step's next slots, to be prefetched: in STREAMS parts, each in one block if
-   blocks are no smaller. */
+   blocks are no smaller. Half of them are prefetched while others are packed, and half during the products, at half the
+   pace of the panels: a core has room for few lines on their way. */
 INLINE struct ahead slots_ahead(const struct cache *c, const int64_t *table, long head, long where, long first,
                                 long end) {
     struct ahead ahead = {.pace = 32};
