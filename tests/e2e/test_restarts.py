@@ -77,16 +77,21 @@ async def busy(session: aiohttp.ClientSession, url: str, number: int = NUM_REQUE
                 return str(max(set(decoding), key=decoding.count))
 
 
-async def stopped(session: aiohttp.ClientSession, stack: Stack, number: int = NUM_REQUESTS) -> str:
+async def stopped(stack: Stack, number: int = NUM_REQUESTS) -> str:
     """Stop a decode worker that has answers to generate by SIGSTOP; its address."""
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while True:
-            address = await busy(session, stack.url, number)
-            pid = pid_at(stack, address)
-            os.kill(pid, signal.SIGSTOP)
-            if await decoding_at(session, stack.url, address):
-                return address
-            os.kill(pid, signal.SIGCONT)
+
+    async def stop() -> str:
+        async with new_session() as session, asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                address = await busy(session, stack.url, number)
+                pid = pid_at(stack, address)
+                os.kill(pid, signal.SIGSTOP)
+                if await decoding_at(session, stack.url, address):
+                    return address
+                os.kill(pid, signal.SIGCONT)
+
+    # In a loop of its own: that of the test reads answers, and would come to this when all of them have ended.
+    return await asyncio.to_thread(asyncio.run, stop())
 
 
 async def prefill_stopped(session: aiohttp.ClientSession, stack: Stack) -> str:
@@ -221,7 +226,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(answers: Answers, befalls: C
         salt = {"cache_salt": f"{befalls.__name__} {role}"}  # else who has the prompts from before is asked alone
         asking = [asyncio.create_task(ask(session, stack.url, body | salt)) for body in bodies()]
         if address is None:
-            address = await stopped(session, stack)
+            address = await stopped(stack)
         else:
             await asked(session, stack.url, address)
         await befalls(session, stack, address)
@@ -270,7 +275,7 @@ async def test_streams_wait_for_the_only_worker_of_a_role(checkpoint: Callable[[
                 salt = {"cache_salt": role}
                 asking = [asyncio.create_task(ask(session, stack.url, request | salt)) for request in requests]
                 if address is None:
-                    address = await stopped(session, stack, len(requests))
+                    address = await stopped(stack, len(requests))
                 else:
                     await asked(session, stack.url, address)
                 await killed(session, stack, address)

@@ -172,7 +172,8 @@ def pair(stage: Stage, collector: Collector) -> Iterator[Process]:
 
 @pytest.fixture
 async def client(pair: Process) -> AsyncIterator[Client]:
-    """Its client."""
+    """Its client, when its decode worker is usable: it may have been killed or drained for the test before."""
+    await until(lambda: pair.get("/ready")["ready"], "its worker does not come back")
     async with aiohttp.ClientSession() as session:
         yield Client(pair, session)
 
