@@ -398,26 +398,55 @@ LINEAR(baton_linear_words, panels_pairs, PAIRS)
 
 INLINE float sum_of(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
-/* The larger numbers, those of `old` where `each` has NaN. */
-INLINE v8 larger(v8 each, v8 old) {
-    for (int lane = 0; lane < 8; lane++) old[lane] = each[lane] > old[lane] ? each[lane] : old[lane]; /* one maxps */
-    return old;
-}
+/* For vectors of a width: the larger numbers, those of `old` where `each` has NaN; e^x for x <= 0, within 3 units in the
+   last place (Cody and Waite's reduction, a polynomial of degree 6); and x / (1 + e^-x). */
+#define FUNCTIONS(LARGER, EXP, SILU, floats, integers)                                                                 \
+    INLINE floats LARGER(floats each, floats old) {                                                                    \
+        for (unsigned i = 0; i < sizeof(old) / 4; i++) old[i] = each[i] > old[i] ? each[i] : old[i]; /* one maxps */   \
+        return old;                                                                                                    \
+    }                                                                                                                  \
+    INLINE floats EXP(floats x) {                                                                                      \
+        const floats zeros = {0};                                                                                      \
+        x = LARGER(zeros - 87.0f, x);                                                                                  \
+        floats shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer in the low bits */         \
+        integers n = (integers)shifted - (integers)(zeros + 12582912.0f);                                              \
+        floats whole = shifted - 12582912.0f;                                                                          \
+        floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;                                               \
+        floats y = 1.3888949e-3f * r + 8.3333610e-3f;                                                                  \
+        y = y * r + 4.1666667e-2f;                                                                                     \
+        y = y * r + 0.16666667f;                                                                                       \
+        y = y * r + 0.5f;                                                                                              \
+        y = (y * r) * r + r + 1.0f;                                                                                    \
+        return y * (floats)((n + 127) << 23); /* a NaN stays one */                                                    \
+    }                                                                                                                  \
+    INLINE floats SILU(floats x) {                                                                                     \
+        const floats zeros = {0}, one = zeros + 1.0f;                                                                  \
+        const integers negative = x < zeros;                                                                           \
+        const floats least = (floats)((negative & (integers)x) | (~negative & (integers)-x));                          \
+        const floats e = (floats)(~(least < zeros - 87.0f) & (integers)EXP(least));                                    \
+        return x * ((floats)((negative & (integers)e) | (~negative & (integers)one)) / (one + e));                     \
+    }
 
-/* e^x for x <= 0, within 3 units in the last place (Cody and Waite's reduction, a polynomial of degree 6). */
-INLINE v8 exp_of(v8 x) {
-    x = larger(splat(-87.0f), x);
-    v8 shifted = x * splat(1.44269504f) + splat(12582912.0f); /* 1.5 * 2^23: rounds to an integer in the low bits */
-    i32x8 n = (i32x8)shifted - (i32x8)splat(12582912.0f);
-    v8 whole = shifted - splat(12582912.0f);
-    v8 r = (x - whole * splat(0.693359375f)) - whole * splat(-2.12194440e-4f);
-    v8 y = splat(1.3888949e-3f);
-    y = y * r + splat(8.3333610e-3f);
-    y = y * r + splat(4.1666667e-2f);
-    y = y * r + splat(0.16666667f);
-    y = y * r + splat(0.5f);
-    y = (y * r) * r + r + splat(1.0f);
-    return y * (v8)((n + 127) << 23); /* a NaN stays one */
+FUNCTIONS(larger, exp_of, silu_of, v8, i32x8)
+#ifdef __AVX512F__
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+FUNCTIONS(larger_lanes, exp_of_lanes, silu_of_lanes, lane, i32x16)
+/* Add the lower half, then the upper one. */
+INLINE v8 add_lanes(v8 sum, lane x) {
+    sum += (v8)_mm512_castps512_ps256((__m512)x);
+    return sum + (v8)_mm512_extractf32x8_ps((__m512)x, 1);
+}
+#else
+#define larger_lanes larger
+#define exp_of_lanes exp_of
+#define silu_of_lanes silu_of
+INLINE v8 add_lanes(v8 sum, lane x) { return sum + x; }
+#endif
+
+INLINE lane lanes(const float *p) {
+    lane x;
+    memcpy(&x, p, sizeof(x));
+    return x;
 }
 
 /* Properties of the cache that all tokens of a step and layer have in common. */
@@ -501,17 +530,25 @@ INLINE void scores_of(int type, const float *queries, long rows, long D, const c
    over their sum. Scores beyond `num` become too small to count. */
 INLINE float softmax(float *row, long num, long size) {
     for (long s = num; s < size; s++) row[s] = -__builtin_inff();
-    v8 most = floats(row), other = most;
-    for (long s = 8; s + 8 < size; s += 16) {
-        most = larger(floats(row + s), most);
-        other = larger(floats(row + s + 8), other);
+    const lane none = (lane){0} - __builtin_inff();
+    lane most = none, other = none;
+    long s = 0;
+    for (; s + 2 * LANE <= size; s += 2 * LANE) {
+        most = larger_lanes(lanes(row + s), most);
+        other = larger_lanes(lanes(row + s + LANE), other);
     }
-    most = larger(floats(row + size - 8), larger(other, most));
+    most = larger_lanes(most, other);
     float top = most[0];
-    for (int i = 1; i < 8; i++) top = most[i] > top ? most[i] : top;
+    for (int i = 1; i < LANE; i++) top = most[i] > top ? most[i] : top;
+    for (; s < size; s++) top = row[s] > top ? row[s] : top;
     v8 total = splat(0);
-    for (long s = 0; s < size; s += 8) {
-        v8 x = exp_of(floats(row + s) - splat(top));
+    for (s = 0; s + LANE <= size; s += LANE) {
+        const lane x = exp_of_lanes(lanes(row + s) - top);
+        total = add_lanes(total, x);
+        memcpy(row + s, &x, sizeof(x));
+    }
+    for (; s < size; s += 8) {
+        const v8 x = exp_of(floats(row + s) - top);
         total += x;
         memcpy(row + s, &x, 32);
     }
@@ -592,6 +629,7 @@ struct decode {
     const int64_t *lens;
     long window, parts; /* units of a token */
     float *out;
+    long units, threads;
 };
 
 /* Attention of single tokens: out `[N, H, D]` for queries `[H, D]` in rows `q_stride` apart. Token i is the last of
@@ -618,7 +656,7 @@ struct decode {
              long block_size, long head_dim, long window, float scale, float *out, int threads) {                      \
         const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};         \
         const long parts = threads > 1 ? (2 * threads + N - 1) / N : 1;                                                \
-        struct decode a = {c, q, q_stride, tables, width, lens, window, parts < kv_heads ? parts : kv_heads, out};     \
+        struct decode a = {c, q, q_stride, tables, width, lens, window, parts < kv_heads ? parts : kv_heads, out, 0, 0};\
         return share(N * a.parts, threads, NAME##_part, &a);                                                           \
     }
 
@@ -919,14 +957,6 @@ WRITE(baton_write_float32, F32)
 WRITE(baton_write_bfloat16, BF16)
 WRITE(baton_write_float16, F16)
 
-/* x / (1 + e^-x) */
-INLINE v8 silu_of(v8 x) {
-    const i32x8 negative = x < splat(0);
-    const v8 least = (v8)((negative & (i32x8)x) | (~negative & (i32x8)-x));
-    const v8 e = (v8)(~(least < splat(-87.0f)) & (i32x8)exp_of(least));
-    return x * ((v8)((negative & (i32x8)e) | (~negative & (i32x8)splat(1))) / (splat(1) + e));
-}
-
 struct silu_mul {
     struct rows rows;
     const float *gate_up;
@@ -941,6 +971,10 @@ static int silu_mul_rows(void *job, long unit) {
         const float *gate = a->gate_up + t * 2 * F, *up = gate + F;
         float *out = a->out + t * F;
         long i = 0;
+        for (; i + LANE <= F; i += LANE) {
+            const lane x = silu_of_lanes(lanes(gate + i)) * lanes(up + i);
+            memcpy(out + i, &x, sizeof(x));
+        }
         for (; i + 8 <= F; i += 8) store((char *)(out + i), silu_of(floats(gate + i)) * floats(up + i), F32);
         float rest[8] = {0};
         memcpy(rest, gate + i, (F - i) * sizeof(float));

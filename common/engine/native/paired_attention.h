@@ -19,21 +19,21 @@ typedef uint16_t halves __attribute__((vector_size(4 * SIDE)));
     i + 39, i + 8, i + 40, i + 9, i + 41, i + 10, i + 42, i + 11, i + 43, i + 12, i + 44, i + 13, i + 45, i + 14,      \
     i + 46, i + 15, i + 47
 
-/* The keys of the slots `[first, first + num)`, or their values, which are `where` bytes behind; NULL for a slot that
-   is not in `[begin, end)`. */
-INLINE void slots_of(const struct cache *c, const int64_t *table, long head, long where, long first, long num,
-                     long begin, long end, const char **slots) {
-    const long step = 2 * c->head_dim;
-    long block = first / c->block_size, place = first % c->block_size;
-    for (long i = 0, some; i < num; i += some, place = 0, block++) {
-        some = c->block_size - place < num - i ? c->block_size - place : num - i;
-        const char *at = first + i < end ? keys_of(c, table[block], head) + where + place * step : NULL;
-        for (long s = first + i, stop = s + some; s < stop; s++, at += step)
-            slots[s - first] = s >= begin && s < end ? at : NULL;
+/* The keys of the 16 slots from `first` on, or their values, which are `where` bytes behind: rows of head_dim numbers.
+   Slots that are not in `[begin, end)` are zeros. Rows that do not lie together are copied to `room`. */
+INLINE const char *rows_of(const struct cache *c, const int64_t *table, long head, long where, long first, long begin,
+                           long end, char *room) {
+    const long step = 2 * c->head_dim, block = first / c->block_size, place = first % c->block_size;
+    if (place + SIDE <= c->block_size && first >= begin && first + SIDE <= end)
+        return keys_of(c, table[block], head) + where + place * step;
+    for (long s = first; s < first + SIDE; s++, room += step) {
+        if (s < begin || s >= end) memset(room, 0, step);
+        else memcpy(room, keys_of(c, table[s / c->block_size], head) + where + s % c->block_size * step, step);
     }
+    return room - SIDE * step;
 }
 
-/* What `slots_of` would give of a decode step's next slots, to be prefetched: in STREAMS parts, each in one block if
+/* Where a decode step's next keys or values are, to be prefetched: in STREAMS parts, each in one block if
    blocks are no smaller. Half of them are prefetched while others are packed, and half during the products, at half the
    pace of the panels: a core has room for few lines on their way. */
 INLINE struct ahead slots_ahead(const struct cache *c, const int64_t *table, long head, long where, long first,
@@ -53,30 +53,52 @@ INLINE void prefetch_some(struct ahead *ahead, long num_bytes) {
             __builtin_prefetch(ahead->at[i], 0, 2);
 }
 
-/* Load 32 numbers of a slot from dimension d on; zeros behind the last one, and for a slot that is not seen. */
-INLINE words load_words(const char *slot, long d, long D) {
-    words x = {0};
-    if (slot && d + BLOCK <= D) memcpy(&x, slot + 2 * d, sizeof(x));
-    else if (slot && d < D) memcpy(&x, slot + 2 * d, 2 * (D - d));
+/* Load 16 numbers each from two places. */
+INLINE words load_twice(const char *first, const char *second) {
+#ifdef __AVX512F__
+    const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)first));
+    return (words)_mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i *)second), 1);
+#else
+    words x;
+    memcpy(&x, first, sizeof(x) / 2);
+    memcpy((char *)&x + sizeof(x) / 2, second, sizeof(x) / 2);
     return x;
+#endif
+}
+
+/* Load up to 32 numbers; zeros behind the last one. */
+INLINE words load_words(const char *row, long num) {
+#ifdef __AVX512BW__
+    return (words)_mm512_maskz_loadu_epi16(num < BLOCK ? (1u << num) - 1 : ~0u, row);
+#else
+    words x = {0};
+    memcpy(&x, row, num < BLOCK ? 2 * num : 2 * BLOCK);
+    return x;
+#endif
 }
 
 #define IN_QUARTERS(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
 
-/* Swap the rows and columns of 16 vectors, which are words of a tile. */
-INLINE void transpose_words(words *x) {
+/* Swap rows and columns in each quarter of four vectors, for `num` vectors x. */
+INLINE void transpose_quarters(const words *x, words *out, int num) {
     words y[SIDE];
-    UNROLL for (int i = 0; i < SIDE; i += 2) { /* pairs of words, then pairs of pairs, in each quarter of a vector */
+    UNROLL for (int i = 0; i < num; i += 2) { /* pairs of words, then pairs of pairs */
         y[i] = IN_QUARTERS(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
         y[i + 1] = IN_QUARTERS(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
     }
-    UNROLL for (int i = 0; i < SIDE; i++) {
+    UNROLL for (int i = 0; i < num; i++) {
         const words *from = y + i / 4 * 4 + i % 4 / 2;
-        x[i] = i % 2 ? IN_QUARTERS(from[0], from[2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-                     : IN_QUARTERS(from[0], from[2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        out[i] = i % 2 ? IN_QUARTERS(from[0], from[2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+                       : IN_QUARTERS(from[0], from[2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
     }
-    UNROLL for (int i = 0; i < SIDE; i++) { /* then quarters: even ones and odd ones, twice */
-        const words *from = x + i / 8 * 8 + i % 4;
+}
+
+/* Swap the rows and columns of 16 vectors, which are words of a tile. */
+INLINE void transpose_words(words *x) {
+    words y[SIDE], z[SIDE];
+    transpose_quarters(x, z, SIDE);
+    UNROLL for (int i = 0; i < SIDE; i++) { /* quarters: even ones and odd ones, twice */
+        const words *from = z + i / 8 * 8 + i % 4;
         y[i] = i % 8 / 4 ? IN_QUARTERS(from[0], from[4], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
                          : IN_QUARTERS(from[0], from[4], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
     }
@@ -88,41 +110,63 @@ INLINE void transpose_words(words *x) {
     }
 }
 
+/* Pack 16 numbers of 16 slots, which are `step` bytes apart, as the first half of a block of a panel. The other half
+   is zeros. */
+INLINE void pair_half(const char *rows, long step, char *to) {
+    words x[SIDE / 2], y[SIDE / 2], zeros = {0};
+    UNROLL for (int i = 0; i < SIDE / 2; i++) x[i] = load_twice(rows + i * step, rows + (i + SIDE / 2) * step);
+    transpose_quarters(x, y, SIDE / 2);
+    UNROLL for (int i = 0; i < SIDE / 2; i++) {
+        const words *from = y + i % 4;
+        const words column =
+            i / 4 ? IN_QUARTERS(from[0], from[4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+                  : IN_QUARTERS(from[0], from[4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        memcpy(to + i * sizeof(words), &column, sizeof(words));
+        memcpy(to + (i + SIDE / 2) * sizeof(words), &zeros, sizeof(words));
+    }
+}
+
 /* Pack the keys of the slots `[first, first + 16)` as a panel `[blocks of dimensions][16][16][2]`. */
 static void pair_keys(const struct cache *c, const int64_t *table, long head, long first, long begin, long end,
                       char *to) {
-    const char *slots[SIDE];
-    slots_of(c, table, head, 0, first, SIDE, begin, end, slots);
-    for (long d = 0; d < c->head_dim; d += BLOCK, to += TILE_BYTES) {
+    char room[2 * SIDE * MAX_HEAD_DIM];
+    const long step = 2 * c->head_dim;
+    const char *rows = rows_of(c, table, head, 0, first, begin, end, room);
+    for (long left = c->head_dim; left > 0; left -= BLOCK, rows += 2 * BLOCK, to += TILE_BYTES) {
+        if (left == SIDE) {
+            pair_half(rows, step, to);
+            return;
+        }
         words x[SIDE];
-        UNROLL for (int i = 0; i < SIDE; i++) x[i] = load_words(slots[i], d, c->head_dim);
+        UNROLL for (int i = 0; i < SIDE; i++) x[i] = load_words(rows + i * step, left);
         transpose_words(x);
         UNROLL for (int i = 0; i < SIDE; i++) memcpy(to + i * sizeof(words), x + i, sizeof(words));
     }
 }
 
-/* Pack the values of the slots `[first, first + 32)` as a block of each panel of 16 dimensions; the panels are
-   `panel_bytes` apart. */
+/* Pack the values of the slots `[first, first + 16)` as a half of a block of each panel of 16 dimensions; the panels
+   are `panel_bytes` apart. */
 static void pair_values(const struct cache *c, const int64_t *table, long head, long first, long begin, long end,
                         char *to, long panel_bytes) {
-    const long D = c->head_dim;
-    const char *slots[BLOCK];
-    slots_of(c, table, head, c->block_size * D * 2, first, BLOCK, begin, end, slots);
-    for (long d = 0; d < D; d += BLOCK, to += 2 * panel_bytes)
-        for (long pair = 0; pair < SIDE; pair++) {
-            const halves a = (halves)load_words(slots[2 * pair], d, D);
-            const halves b = (halves)load_words(slots[2 * pair + 1], d, D);
+    char room[2 * SIDE * MAX_HEAD_DIM];
+    const long step = 2 * c->head_dim;
+    const char *rows = rows_of(c, table, head, c->block_size * step, first, begin, end, room);
+    for (long left = c->head_dim; left > 0; left -= BLOCK, rows += 2 * BLOCK, to += 2 * panel_bytes)
+        UNROLL for (int pair = 0; pair < SIDE / 2; pair++) {
+            const halves a = (halves)load_words(rows + 2 * pair * step, left);
+            const halves b = (halves)load_words(rows + (2 * pair + 1) * step, left);
             const halves low = __builtin_shuffle(a, b, (halves){ALTERNATING(0)});
-            const halves high = __builtin_shuffle(a, b, (halves){ALTERNATING(16)});
             memcpy(to + pair * sizeof(words), &low, sizeof(low));
-            if (d + SIDE < D) memcpy(to + panel_bytes + pair * sizeof(words), &high, sizeof(high));
+            if (left <= SIDE) continue;
+            const halves high = __builtin_shuffle(a, b, (halves){ALTERNATING(16)});
+            memcpy(to + panel_bytes + pair * sizeof(words), &high, sizeof(high));
         }
 }
 
 /* Attention of one token, for a KV head, to its slots `[begin, end)`. `size` is their number from the multiple of 32
-   before `begin` to the one behind `end`. */
+   before `begin` to the one behind `end`. Meanwhile prefetch a share of `following`. */
 static int attend_in_pairs(const struct cache *c, const float *q, const int64_t *table, long head, long begin, long end,
-                           float *room, long size, float *out) {
+                           float *room, long size, struct ahead following, float *out) {
     const long D = c->head_dim, G = c->group, all = dims_of(D), base = begin / BLOCK * BLOCK;
     const long key_bytes = blocks_of(D) * TILE_BYTES, low = begin - base, whole = low / 8 * 8;
     const long value_bytes = c->block_size * D * 2;
@@ -135,7 +179,7 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
         struct ahead next = s + num < size ? slots_ahead(c, table, head, 0, base + s + num, end)
                                            : slots_ahead(c, table, head, value_bytes, base, end);
         for (long p = 0; p < num / PANEL; p++) {
-            prefetch_some(&next, PANEL * D);
+            prefetch_some(&next, PANEL * D * AT_ONCE / num);
             pair_keys(c, table, head, base + s + p * PANEL, begin, end, packed + p * key_bytes);
         }
         failed |= pairs_product(scaled, G, D, D, packed, key_bytes, num / PANEL, &next, 1, scores + s, size);
@@ -150,10 +194,12 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
     for (long s = 0, num; s < size; s += num) {
         num = size - s < AT_ONCE ? size - s : AT_ONCE;
         const long blocks = num / BLOCK;
-        struct ahead next = slots_ahead(c, table, head, value_bytes, base + s + num, end);
-        for (long b = 0; b < blocks; b++) {
-            prefetch_some(&next, BLOCK * D);
-            pair_values(c, table, head, base + s + b * BLOCK, begin, end, packed + b * TILE_BYTES, blocks * TILE_BYTES);
+        struct ahead next =
+            s + num < size ? slots_ahead(c, table, head, value_bytes, base + s + num, end) : following;
+        for (long half = 0; half < 2 * blocks; half++) {
+            prefetch_some(&next, SIDE * D * AT_ONCE / num);
+            pair_values(c, table, head, base + s + half * SIDE, begin, end, packed + half * TILE_BYTES / 2,
+                        blocks * TILE_BYTES);
         }
         failed |= pairs_product(scores + s, G, size, num, packed, blocks * TILE_BYTES, all / PANEL, &next, s == 0, sums,
                                 all);
@@ -163,17 +209,26 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
     return failed;
 }
 
-/* A KV head of a token. */
+/* The first slot that token i sees. */
+INLINE long first_seen(const struct decode *a, long i) {
+    return a->window && a->lens[i] > a->window ? a->lens[i] - a->window : 0;
+}
+
+/* A KV head of a token. Meanwhile the first keys of the one that this thread will come to next are prefetched. */
 static int decode_in_pairs(void *job, long unit) {
     const struct decode *a = job;
     const struct cache *c = &a->cache;
     const long i = unit / c->kv_heads, head = unit % c->kv_heads, end = a->lens[i], D = c->head_dim, G = c->group;
-    const long begin = a->window && end > a->window ? end - a->window : 0;
+    const long begin = first_seen(a, i), next = unit + a->threads < a->units ? unit + a->threads : unit;
     const long size = blocks_of(end - begin / BLOCK * BLOCK) * BLOCK, width = blocks_of(D) * BLOCK;
+    const long other = next / c->kv_heads;
     float *room = grown(&attending, G * (size + D + dims_of(D)) + G + SIDE + AT_ONCE * width / 2);
     if (!room) return 1;
     return attend_in_pairs(c, a->q + i * a->q_stride + head * G * D, a->tables + i * a->width, head, begin, end, room,
-                           size, a->out + (i * c->kv_heads + head) * G * D);
+                           size,
+                           slots_ahead(c, a->tables + other * a->width, next % c->kv_heads, 0,
+                                       first_seen(a, other) / BLOCK * BLOCK, a->lens[other]),
+                           a->out + (i * c->kv_heads + head) * G * D);
 }
 
 /* See DECODE. */
@@ -181,8 +236,8 @@ int baton_decode_pairs(const float *q, long q_stride, const char *layer, long bl
                        const int64_t *tables, long width, const int64_t *lens, long N, long kv_heads, long group,
                        long block_size, long head_dim, long window, float scale, float *out, int threads) {
     const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};
-    struct decode a = {c, q, q_stride, tables, width, lens, window, kv_heads, out};
-    return share(N * kv_heads, threads, decode_in_pairs, &a);
+    struct decode a = {c, q, q_stride, tables, width, lens, window, kv_heads, out, N * kv_heads, threads};
+    return share(a.units, threads, decode_in_pairs, &a);
 }
 
 static int pair_slots(void *job, long unit) {
@@ -193,9 +248,8 @@ static int pair_slots(void *job, long unit) {
     for (long p = unit * RUN; p < stop; p++) {
         const long s = a->first + p * PANEL;
         pair_keys(c, a->table, a->head, s, begin, a->end, a->keys + p * blocks_of(c->head_dim) * TILE_BYTES);
-        if (p % 2 == 0)
-            pair_values(c, a->table, a->head, s, begin, a->end, a->values + p / 2 * TILE_BYTES,
-                        blocks_of(a->size) * TILE_BYTES);
+        pair_values(c, a->table, a->head, s, begin, a->end, a->values + p * TILE_BYTES / 2,
+                    blocks_of(a->size) * TILE_BYTES);
     }
     return 0;
 }
