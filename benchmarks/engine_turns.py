@@ -26,6 +26,9 @@ from common.engine.runner import load_runner
 _KV_BYTES = 192 * 2**20
 """Bytes of KV over all layers that attention goes through in turn: more than the processor's caches hold."""
 
+_CHUNK_SIZE = 512
+"""Tokens of a prompt that a prefill worker on a CPU computes at a time."""
+
 
 def main(models: dict[str, str], block_size: int) -> None:
     """Read one case from each line of standard input, run it, and print its result, or the seconds that it took."""
@@ -73,16 +76,21 @@ def _step(
 
 
 def _prompt(models: dict[str, str], block_size: int, model: str, dtype: str, num_tokens: int) -> Callable[[], None]:
-    """Return a function that computes a prompt as one chunk, and its first token."""
+    """Return a function that computes a prompt in chunks, as a prefill worker on a CPU does, and its first token."""
     runner = load_runner(Path(models[model]), kv_cache_bytes=2**29, block_size=block_size, dtype=dtype)
     params = SamplingParams(temperature=0.0, max_tokens=10**6)
     sample = Sample(params=params, choice=0, position=num_tokens, token_ids=(), prompt_len=num_tokens)
     ids = [7 * position % 250 + 5 for position in range(num_tokens)]
     table = list(range(runner.layout.blocks_for(num_tokens)))
-    whole = Slice(token_ids=ids, start=0, block_table=table, samples=(sample,))
+    chunks = []
+    for start in range(0, num_tokens, _CHUNK_SIZE):
+        end = min(num_tokens, start + _CHUNK_SIZE)
+        samples = (sample,) if end == num_tokens else ()
+        chunks.append(Slice(token_ids=ids[start:end], start=start, block_table=table, samples=samples))
 
     def run() -> None:
-        runner.step([whole])
+        for chunk in chunks:
+            runner.step([chunk])
 
     return run
 

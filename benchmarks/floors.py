@@ -3,10 +3,10 @@
     python -m benchmarks.floors --model 0.5b --dtype float32 --threads 1 --rounds 7
 
 A step must read the weights, and the KV of its sequences, at the bandwidth that a loop (`floors.c`, over 512 MiB)
-reaches; and it must multiply with each weight for each sequence, and with the KV, at the rate that oneDNN reaches on
-the model's largest product, of 512 rows, in float32 if the CPU has no instructions for the type. The larger of these
-times is its floor. A prompt must only multiply. Each case has a process of its own; the loop, the product and all cases
-take turns, and a ratio is of one round.
+reaches; and it must multiply with each weight for each sequence, and with the KV, at the rate that torch (oneDNN, or
+MKL in float32) reaches on the model's largest product, of 512 rows, in float32 if the CPU has no instructions for the
+type. The larger of these times is its floor. A prompt must only multiply; it is computed in chunks of 512 tokens. Each
+case has a process of its own; the loop, the product and all cases take turns, and a ratio is of one round.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _floor_rows(figures: Figures) -> Iterator[Row]:
 
 def floors(run: Run) -> str:
     """Steps and prompts, and what the machine must take for them."""
-    limits = "The loop read {gb_per_s:.1f} GB/s, and oneDNN computed {gflops:.0f} GFLOP/s.".format(**run["figures"])
+    limits = "The loop read {gb_per_s:.1f} GB/s, and torch multiplied at {gflops:.0f} GFLOP/s.".format(**run["figures"])
     return f"{_floors(run)}\n{limits}\n"
 
 
