@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-
 import torch
 
 from common.contract.kv_layout import KVLayout
+from common.engine.host_memory import zeros_in_large_pages
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Name of an element type in the contract → torch's type."""
@@ -68,17 +66,10 @@ class KVCache:
 
 
 def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Zeroed memory. Host memory is in large pages, if there are any: blocks lie apart, and each would need several
-    small pages.
+    """Zeroed memory; on a host in large pages, since blocks lie apart.
 
     Raises `RuntimeError` if there is not enough memory.
     """
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    try:
-        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise RuntimeError(f"{num_bytes} bytes: {error}") from error
-    with contextlib.suppress(OSError):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8).zero_()
+    return zeros_in_large_pages(num_bytes)

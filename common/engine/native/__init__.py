@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from common.engine.host_memory import zeros_in_large_pages
 
 log = logging.getLogger(__name__)
 
@@ -353,7 +356,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """
     out_features, in_features = weight.shape
     full, rest = divmod(out_features, PANEL)
-    packed = torch.zeros(full + bool(rest), in_features, PANEL, dtype=weight.dtype)
+    shape = (full + bool(rest), in_features, PANEL)
+    packed = zeros_in_large_pages(math.prod(shape) * weight.itemsize).view(weight.dtype).view(shape)
     last = torch.zeros(PANEL if rest else 0, in_features, dtype=weight.dtype)
     last[:rest] = weight[out_features - rest :]
     for panels, rows in ((packed[:full], weight[: out_features - rest]), (packed[full:], last)):
