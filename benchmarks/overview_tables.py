@@ -23,14 +23,15 @@ def beside_vllm(*runs: Run) -> str:
     rows = []
     for run in runs:
         at_a_time = " ".join(map(str, run["workload"]["concurrency"]))
-        row = [f"{run['workload']['dtype']}, {at_a_time} at a time, {instructions(run['machine']['cpu_flags'])}"]
+        model, dtype = run["workload"]["model"], run["workload"]["dtype"]
+        row = [f"{model}, {dtype}, {at_a_time} at a time, {instructions(run['machine']['cpu_flags'])}"]
         for pair in ("baton pair", "baton colocated"):
             of = [each["output_tokens_per_s"] for each in run["figures"]["ratios"] if each["ours"] == pair]
             middle = f"{min(each['ratio'] for each in of):.2f} to {max(each['ratio'] for each in of):.2f} times"
             least, most = min(each["ratio_min"] for each in of), max(each["ratio_max"] for each in of)
             row.append(f"{middle} ({least:.2f} to {most:.2f})")
         rows.append(row)
-    return table(["weights and CPU", "a pair beside vLLM's pair", "one worker beside one vLLM"], rows)
+    return table(["model, weights and CPU", "a pair beside vLLM's pair", "one worker beside one vLLM"], rows)
 
 
 def handoff(*runs: Run) -> str:
@@ -148,7 +149,12 @@ def soaks(*runs: Run) -> str:
 
 OVERVIEWS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "beside vLLM": (
-        ("versus-15m-float32-fixed", "versus-15m-bfloat16-fixed", "versus-15m-float32-fixed-avx2"),
+        (
+            "versus-0.5b-bfloat16-fixed",
+            "versus-15m-float32-fixed",
+            "versus-15m-bfloat16-fixed",
+            "versus-15m-float32-fixed-avx2",
+        ),
         beside_vllm,
     ),
     "handoff": (("handoff-demo", "handoff-15m"), handoff),
