@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -23,8 +24,9 @@ from common.engine import native
 from common.engine.backend import TorchBackend
 from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
+from common.engine.linear import Linear
 from common.engine.native import BLOCK, Kernels, pack, pack_pairs, unpacked_rows
-from common.engine.native.backend import NativeBackend
+from common.engine.native.backend import GATE_ROWS, NativeBackend
 from common.engine.ragged import Rows
 from common.engine.rope import Rope, RopeConfig
 from common.engine.runner import load_runner
@@ -590,6 +592,23 @@ def test_gates(kernels: Kernels, size: int) -> None:
     assert kernels.silu_mul(edges)[0, :4].tolist() == pytest.approx([0.0, 0.0, 200.0, 0.0], abs=1e-30)
     assert bool(kernels.silu_mul(edges)[0, 4].isnan())
     assert kernels.silu_mul(torch.tensor([[-1e38, 1.0]])).item() == pytest.approx(0.0, abs=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, GATE_ROWS, GATE_ROWS + 1, 2 * GATE_ROWS + 70])
+def test_gates_of_many_rows_are_held_in_parts(kernels: Kernels, rows: int, dtype: torch.dtype) -> None:
+    linear = Linear(2 * 72, 40, bias=True, dtype=dtype, device=CPU, kernels=kernels, row_invariant=True)
+    linear.weight, linear.bias = torch.randn(2 * 72, 40).to(dtype), torch.randn(2 * 72).to(dtype)
+    linear.pack()
+    watched = MagicMock(wraps=kernels)
+    h, delta, norm = torch.randn(rows, 40), torch.randn(rows, 40), torch.randn(40)
+    whole = kernels.silu_mul(linear(kernels.add_norm(h.clone(), delta, norm, 1e-5)))
+    h_after = h.clone()
+    assert torch.equal(NativeBackend(watched).norm_gate(h_after, delta, norm, 1e-5, linear), whole)
+    assert torch.equal(h_after, h + delta)
+    held = [len(call.args[0]) for call in watched.silu_mul.call_args_list]
+    assert sum(held) == rows
+    assert max(held) <= GATE_ROWS
 
 
 @pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 64, 100, 512, 543, 544, 1000, 2100])

@@ -255,11 +255,12 @@ class Kernels:
             _threads(),
         )
 
-    def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up`. The first half of each row holds the gates, the second half the ups."""
+    def silu_mul(self, gate_up_TF: torch.Tensor, out_TF: torch.Tensor | None = None) -> torch.Tensor:
+        """`silu(gate) * up`, in `out_TF` if given. The first half of a row holds the gates, the second half the ups."""
         num_rows, size = gate_up_TF.shape
-        out_TF = torch.empty(num_rows, size // 2)
-        self._silu_mul(_floats(gate_up_TF), num_rows, size // 2, out_TF.data_ptr(), _threads())
+        out_TF = torch.empty(num_rows, size // 2) if out_TF is None else out_TF
+        assert out_TF.shape == (num_rows, size // 2)
+        self._silu_mul(_floats(gate_up_TF), num_rows, size // 2, _floats(out_TF), _threads())
         return out_TF
 
     def best(self, x_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

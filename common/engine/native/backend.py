@@ -7,9 +7,14 @@ import torch
 from common.engine.backend import Norms, PlainProducts
 from common.engine.batch import Samples
 from common.engine.draw import column, random_numbers
+from common.engine.linear import Linear
 from common.engine.native import Kernels
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
+
+GATE_ROWS = 192
+"""Most rows whose gates and ups are held at a time: as many as the kernels multiply with a panel of weights before the
+next one (ROWS in `kernels.c`), so that the weights are read no more often."""
 
 
 class NativeBackend(PlainProducts):
@@ -20,6 +25,23 @@ class NativeBackend(PlainProducts):
         self.add_norm = kernels.add_norm
         self.silu_mul = kernels.silu_mul
         self.best = kernels.best
+
+    def norm_gate(
+        self,
+        h_TE: torch.Tensor,
+        delta_TE: torch.Tensor | None,
+        norm_E: torch.Tensor,
+        eps: float,
+        linear: Linear,
+    ) -> torch.Tensor:
+        """See `Backend.norm_gate`. The gates and ups of many rows would be the largest activations by far: more than
+        the caches hold, and in memory that the C library asks the system for, and gives back, in each layer."""
+        x_TE = self.add_norm(h_TE, delta_TE, norm_E, eps)
+        out_TF = torch.empty(len(x_TE), linear.out_features // 2)
+        for first in range(0, len(x_TE), GATE_ROWS):
+            rows = slice(first, first + GATE_ROWS)
+            self._kernels.silu_mul(linear(x_TE[rows]), out_TF[rows])
+        return out_TF
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """See `Backend.angles`."""
