@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -609,6 +610,10 @@ def test_gates_of_many_rows_are_held_in_parts(kernels: Kernels, rows: int, dtype
     held = [len(call.args[0]) for call in watched.silu_mul.call_args_list]
     assert sum(held) == rows
     assert max(held) <= GATE_ROWS
+
+
+def test_gates_are_held_for_as_many_rows_as_a_panel_is_multiplied_with() -> None:
+    assert re.findall(r"\bROWS = (\d+),", native._SOURCE.read_text()) == [str(GATE_ROWS)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 64, 100, 512, 543, 544, 1000, 2100])

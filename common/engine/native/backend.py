@@ -14,7 +14,8 @@ from common.engine.rope import Angles, Rope
 
 GATE_ROWS = 192
 """Most rows whose gates and ups are held at a time: as many as the kernels multiply with a panel of weights before the
-next one (ROWS in `kernels.c`), so that the weights are read no more often."""
+next one (ROWS in `kernels.c`), so that the weights are read no more often. With AMX it is 256 (TILES_ROWS), and
+a prompt of 512 tokens reads them three times instead of two."""
 
 
 class NativeBackend(PlainProducts):
