@@ -99,6 +99,17 @@ _versus = Table(
 )
 
 
+speculation = Table(
+    """
+| text | concurrency | output tokens/s | ratio | TPOT p50, ms | ITL P99, ms |
+| {text} | {concurrency} | {output_tokens_per_s[ours]:.0f} / {output_tokens_per_s[theirs]:.0f} \
+| **{output_tokens_per_s[ratio]:.2f}** ({output_tokens_per_s[ratio_min]:.2f} to {output_tokens_per_s[ratio_max]:.2f}) \
+| {tpot_p50_s[ours]:m.2f} / {tpot_p50_s[theirs]:m.2f} | {itl_p99_s[ours]:m.1f} / {itl_p99_s[theirs]:m.1f} |
+""",
+    lambda figures: figures["ratios"],
+)
+
+
 def _settings_rows(figures: Figures) -> Iterator[Row]:
     for form in dict.fromkeys(each["form"] for each in figures["runs"]):
         runs = [each for each in figures["runs"] if each["form"] == form]
@@ -404,6 +415,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "chaos": matrix,
     "gateway": gateway,
     "overload": overload,
+    "speculation-15m-float32": speculation,
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
     "versus-15m-float32-fixed-avx2": versus,

@@ -23,6 +23,7 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         step_tokens=decided.token_budget,
         swap_bytes=decided.swap_bytes,
         graph_seqs=decided.max_num_seqs,
+        timed_rows=0 if decided.speculation == "off" else 2 * decided.max_num_seqs,
     )
     return await start_worker(decided, host, engine, lambda region: DecodeCore(decided, engine, region))
 

@@ -10,9 +10,9 @@ Shapes: D decodes of a step, S rows, M blocks of the longest table so far.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
 from operator import is_not, itemgetter
 from typing import Any
 
@@ -26,6 +26,8 @@ from common.engine.batch import (
     Decodes,
     Ints,
     Sample,
+    Sampled,
+    SampledToken,
     Samples,
     parameters,
     special,
@@ -43,8 +45,8 @@ _ENDS = np.dtype([("num_tokens", "i8"), ("plain", "?"), ("ignores_eos", "?")])
 sequence that is not `plain` needs a closer look at each token."""
 
 
-def next_sample(choice: DecodeChoice, position: int) -> Sample:
-    """The sample of a sequence's token at `position`."""
+def next_sample(choice: DecodeChoice, position: int, draft: Sequence[int] = ()) -> Sample:
+    """The sample of a sequence's token at `position`, after the drafted tokens if there are any."""
     sequence = choice.sequence
     return Sample(
         params=sequence.sampling,
@@ -54,6 +56,7 @@ def next_sample(choice: DecodeChoice, position: int) -> Sample:
         prompt_len=sequence.prompt_len,
         allowed=None if sequence.grammar_state is None else sequence.grammar_state.allowed,
         counts=sequence.counts,
+        draft=draft,
     )
 
 
@@ -80,14 +83,23 @@ class Decoding:
     decodes: Decodes
     _members: _Members
     _eos_token_ids: Collection[int]
+    _drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Index of a sequence → its drafted tokens. Their rows follow that of the sequence's last token."""
+    _rows_D: Ints | None = None
+    """The row of each sequence's last token; None without drafts."""
 
     def append(self, chosen: Chosen, report: StepReport) -> tuple[int, list[int]]:
         """Append to each sequence that runs its token, and report it, if the sequence goes on and nothing else is to be
-        told or done. Returns the number of these sequences, and the indices of the others that run."""
+        told or done. Returns the number of these sequences, and the indices of the others that run. Those with drafts
+        are among the others."""
         members = self._members
+        if self._rows_D is not None:
+            chosen = chosen.take(self._rows_D.tolist())
         num = len(members.choices)
         token_ids = chosen.token_ids if len(chosen.token_ids) == num else chosen.token_ids[:num]
         going_on = self._going_on(np.array(token_ids, np.int64), chosen).tolist()
+        for index in self._drafts:
+            going_on[index] = False
         others = []
         for index, (choice, token_id, goes_on) in enumerate(zip(members.choices, token_ids, going_on, strict=True)):
             if goes_on and choice.num_sent and choice.stage is ChoiceStage.RUNNING:
@@ -102,10 +114,21 @@ class Decoding:
         self._report(token_ids, going_on, report)
         return sum(going_on), others
 
+    def outcomes(self, index: int, chosen: Chosen) -> Iterator[Sampled]:
+        """The tokens of a sequence: the sampled one, and as long as the last one is what was drafted, the next."""
+        row = index if self._rows_D is None else int(self._rows_D[index])
+        for drafted in self._drafts.get(index, ()):
+            outcome = chosen.outcome(row)
+            yield outcome
+            if not isinstance(outcome, SampledToken) or outcome.token_id != drafted:
+                return
+            row += 1
+        yield chosen.outcome(row)
+
     def _going_on(self, token_ids_D: Ints, chosen: Chosen) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which sequences go on after their token, and have nothing else to tell."""
         ends_D = self._members.ends_D
-        going_on_D = ends_D["plain"] & (self.decodes.samples.positions_N + 1 < ends_D["num_tokens"])
+        going_on_D = ends_D["plain"] & (self._positions + 1 < ends_D["num_tokens"])
         for eos in self._eos_token_ids:
             going_on_D &= (token_ids_D != eos) | ends_D["ignores_eos"]
         for index in chosen.told:
@@ -113,8 +136,14 @@ class Decoding:
                 going_on_D[index] = False
         return going_on_D
 
+    @property
+    def _positions(self) -> Ints:
+        """The position of the token that each sequence gets."""
+        positions_N = self.decodes.samples.positions_N
+        return positions_N if self._rows_D is None else positions_N[self._rows_D]
+
     def _report(self, token_ids: Sequence[int], which: Sequence[bool], report: StepReport) -> None:
-        members, positions = self._members, self.decodes.samples.positions_N.tolist()
+        members, positions = self._members, self._positions.tolist()
         if members.one_gateway and all(which):
             report.add_all(members.gateways[0], members.handles, positions, token_ids)
             return
@@ -141,9 +170,14 @@ class DecodeColumns:
         """Those of the members."""
         self._members = self._seat([])
 
-    def decoding(self, choices: Sequence[DecodeChoice], before: Sequence[DecodeChoice] = ()) -> Decoding:
+    def decoding(
+        self,
+        choices: Sequence[DecodeChoice],
+        before: Sequence[DecodeChoice] = (),
+        drafts: Mapping[DecodeChoice, Sequence[int]] | None = None,
+    ) -> Decoding:
         """The decodes of a step of `choices`, at least one. `before` are the decodes of the step that still
-        runs."""
+        runs. `drafts` are tokens to be verified after those of some of the sequences."""
         if choices != self._members.choices:
             self._members = self._seat(list(choices))
         members = self._members
@@ -170,7 +204,14 @@ class DecodeColumns:
             follows_D=follows_D,
             samples=samples,
         )
-        return Decoding(decodes, members, self._eos_token_ids)
+        if not drafts:
+            return Decoding(decodes, members, self._eos_token_ids)
+        of_indices = {index: drafts[each] for index, each in enumerate(members.choices) if each in drafts}
+        nums_D = np.ones(num, np.int64)
+        nums_D[list(of_indices)] += list(map(len, of_indices.values()))
+        rows_D = np.cumsum(nums_D) - nums_D
+        decodes = _with_drafts(decodes, members, of_indices, np.repeat(np.arange(num), nums_D), rows_D)
+        return Decoding(decodes, members, self._eos_token_ids, of_indices, rows_D)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two steps."""
@@ -242,6 +283,32 @@ class DecodeColumns:
         self._num_blocks_S = _larger(self._num_blocks_S, (2 * num,))
         self._tables_SM = _larger(self._tables_SM, (2 * num, self._tables_SM.shape[1]))
         self._tables_S += [()] * num
+
+
+def _with_drafts(
+    decodes: Decodes, members: _Members, drafts: Mapping[int, Sequence[int]], of_row: Ints, rows_D: Ints
+) -> Decodes:
+    """`decodes` with further rows for the drafted tokens. `of_row` is the index of each row's sequence, and `rows_D`
+    each sequence's first row. `drafts` are in the order of the sequences."""
+    place = np.arange(len(of_row)) - rows_D[of_row]
+    token_ids = decodes.token_ids_D[of_row]
+    token_ids[place > 0] = list(chain.from_iterable(drafts.values()))
+    positions = decodes.samples.positions_N[of_row] + place
+    special = {}
+    for row, (index, num) in enumerate(zip(of_row.tolist(), place.tolist(), strict=True)):
+        if num and index in decodes.samples.special:
+            special[row] = next_sample(members.choices[index], int(positions[row]), drafts[index][:num])
+        elif index in decodes.samples.special:
+            special[row] = decodes.samples.special[index]
+    return Decodes(
+        sequences=[members.sequences[index] for index in of_row.tolist()],
+        token_ids_D=token_ids,
+        positions_D=decodes.positions_D[of_row] + place,
+        num_blocks_D=decodes.num_blocks_D[of_row],
+        tables_DM=decodes.tables_DM[of_row],
+        follows_D=decodes.follows_D[of_row],
+        samples=Samples(parameters_N=decodes.samples.parameters_N[of_row], positions_N=positions, special=special),
+    )
 
 
 def _places(choices: Sequence[DecodeChoice], before: Sequence[DecodeChoice]) -> Ints:

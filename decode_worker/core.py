@@ -69,6 +69,7 @@ from decode_worker.request import (
     RequestState,
 )
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.speculation import Speculation
 from decode_worker.steps import DecodePlan, DecodeSteps
 from kv_transfer.events import (
     Consequence,
@@ -107,7 +108,11 @@ class DecodeCore:
         runner = engine.runner
         policy = Policy.of(settings, runner.config.max_sequence_tokens, self.block_size, runner.num_host_blocks)
         self._agenda = Agenda(self._decide, conclude=self._reserve)
-        self.scheduler = DecodeScheduler(self.pool, policy, engine.costs)
+        speculation = None
+        if settings.speculation != "off":
+            assert engine.row_times is not None, "steps were not timed"
+            speculation = Speculation(policy, engine.row_times)
+        self.scheduler = DecodeScheduler(self.pool, policy, engine.costs, speculation)
         self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
         self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.front: Front[DecodeRequest] = Front(

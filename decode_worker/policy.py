@@ -22,6 +22,8 @@ class Policy:
     prefill_tokens: int | None = None
     """Most prompt tokens of a step with decodes; None: chosen in each step, see `LocalPrompts.budget`."""
     prefill_priority: bool = False
+    draft_tokens: int = 0
+    """Drafted tokens of a sequence; 0: chosen in each step, see `Speculation.plan`."""
     memory_reserve: float = 0.05
     num_host_blocks: int = 0
     preempt_by: Literal["cost", "swap", "recompute"] = "cost"
@@ -39,6 +41,7 @@ class Policy:
             token_budget=settings.token_budget,
             prefill_tokens=settings.prefill_tokens or None,
             prefill_priority=settings.prefill_priority,
+            draft_tokens=settings.draft_tokens,
             memory_reserve=settings.memory_reserve,
             num_host_blocks=num_host_blocks,
             preempt_by=settings.preempt_by,

@@ -15,6 +15,7 @@ from common.contract.messages.worker import PromptTimes, Timings, TokenLogprobs,
 from common.engine.grammar import GrammarState
 from common.engine.sequence import Sequence
 from common.runtime.state_tables import follow
+from decode_worker.lookup import Lookup
 from kv_transfer.pull import Pull
 from kv_transfer.pull_times import PullTimes
 
@@ -188,6 +189,8 @@ class DecodeChoice:
     """Times that it was not cut because it had run too far ahead of what its sink had read."""
     moved: bool = False
     """Whether another worker continues it."""
+    lookup: Lookup | None = None
+    """What is expected next of its text; None before it was first asked for."""
     num_kept: int = 0
     """Leading blocks that were found in the prefix cache when it came back. They are not swapped in."""
 

@@ -156,6 +156,14 @@ class RunningBatch:
         """These were due, and have got no block: they do not take part in this step."""
         self._due.put(self.step + 1, choices)
 
+    def advanced(self, choice: DecodeChoice) -> None:
+        """A running sequence got more than one token in the last step: it needs a block, and ends, sooner."""
+        self._due.discard(choice)
+        self._ends.discard(choice)
+        num_left = len(choice.sequence.block_table) * self._block_size - self._num_tokens(choice)
+        self._due.put(self.step + 1 + max(0, num_left + 1), (choice,))
+        self._ends.put(self.step + 1 + self._num_left(choice), (choice,))
+
     def ending(self) -> set[DecodeChoice]:
         """Running sequences whose last token is computed by the step before, which still runs."""
         ending = set()

@@ -35,6 +35,7 @@ from decode_worker.preemption import Preemption
 from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt, RequestState
 from decode_worker.running_batch import RunningBatch, seniority
 from decode_worker.sequences import Sequences
+from decode_worker.speculation import Speculation
 from decode_worker.step import Step
 from decode_worker.swap_space import SwapSpace
 
@@ -42,7 +43,8 @@ from decode_worker.swap_space import SwapSpace
 class DecodeScheduler:
     """Admits requests, plans steps and preempts, for one decode worker."""
 
-    def __init__(self, pool: BlockPool, policy: Policy, costs: Costs) -> None:
+    def __init__(self, pool: BlockPool, policy: Policy, costs: Costs, speculation: Speculation | None = None) -> None:
+        """Without `speculation`, nothing is drafted."""
         self._pool = pool
         self._policy = policy
         self._block_size = policy.block_size
@@ -54,6 +56,7 @@ class DecodeScheduler:
         self.sequences = Sequences(pool, policy, self._admission, self.batch, self.prompts, self.entrance, self.swap)
         self.preemption = Preemption(pool, policy, self.batch, self.prompts, self.entrance, self.swap, self.sequences)
         self.trials = Trials()
+        self.speculation = speculation
 
     # --- what others want to know --------------------------------------------------------------------------------
 
@@ -137,11 +140,12 @@ class DecodeScheduler:
 
     # --- a step --------------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float, before: Step | None = None) -> Step:
+    def schedule(self, now: float, before: Step | None = None, *, may_draft: bool = True) -> Step:
         """The next step. Call it after the pool's `step_started`: blocks that this step still reads, for copies and
         swaps, are not used again before it has finished.
 
-        `before` is the step that still runs, or None. `may_run_ahead` must have allowed it.
+        `before` is the step that still runs, or None. `may_run_ahead` must have allowed it. Without `may_draft`
+        nothing is drafted, nor while a suspect is on trial.
         """
         step = Step(copies=self.sequences.take_copies())
         self.swap.next_step()
@@ -163,17 +167,22 @@ class DecodeScheduler:
         if permitted is not None:
             step.decodes = list(filter(permitted, step.decodes))
         self._swap_in(step, joined)
+        left = max(0, self._policy.token_budget - len(step.decodes))
+        if self.speculation is not None and may_draft and before is None and not self.trials:
+            step.drafts = self._with_room(self.speculation.plan(step.decodes, left))
+            left -= sum(map(len, step.drafts.values()))
         if len(self.prompts):
-            left = max(0, self._policy.token_budget - len(step.decodes))
             step.chunks = self.prompts.plan(self.prompts.budget(step.decodes, left, now), now, permitted)
         return step
 
     def may_run_ahead(self, step: Step) -> bool:
         """Whether the next step may be scheduled while `step`, the last one, runs: it consists of decodes only, and no
-        mask depends on the tokens that it samples."""
-        plain = not (step.chunks or step.copies or step.swap_outs or step.swap_ins)
+        mask depends on the tokens that it samples, nor a draft that is likely to pay."""
+        plain = not (step.drafts or step.chunks or step.copies or step.swap_outs or step.swap_ins)
         masked = self.batch.masked
-        return plain and not self.trials and not (masked and masked.intersection(step.decodes))
+        if not plain or self.trials or (masked and masked.intersection(step.decodes)):
+            return False
+        return self.speculation is None or not self.speculation.would_draft(step.decodes)
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
@@ -224,6 +233,19 @@ class DecodeScheduler:
         for choice in joined:
             if choice in self.batch and choice.host_slots:
                 step.swap_ins += self.swap.swap_in(choice)
+
+    def _with_room(self, drafts: dict[DecodeChoice, list[int]]) -> dict[DecodeChoice, list[int]]:
+        """The drafts, as far as there are blocks for them: those that the sequences have, and free ones beyond what the
+        next tokens of all need."""
+        num_free = self._pool.num_free - self.batch.num_due_next - self.batch.num_ready
+        for choice, draft in drafts.items():
+            num_tokens, table = choice.sequence.num_tokens, choice.sequence.block_table
+            num_lacking = self._policy.blocks_for(num_tokens + len(draft)) - len(table)
+            given = self._pool.allocate(max(0, min(num_lacking, num_free)))
+            table.extend(given)
+            num_free -= len(given)
+            del draft[len(table) * self._block_size - num_tokens :]
+        return {choice: draft for choice, draft in drafts.items() if draft}
 
     def _grow(self, step: Step, now: float, ending: set[DecodeChoice], idle: set[DecodeChoice]) -> set[DecodeChoice]:
         """Give each sequence that is due, and not `idle`, its next block. Sequences for which there is no block sit

@@ -130,6 +130,15 @@ class Sequences:
         self._admission.look_again(self._batch.step)
         return joined
 
+    def advanced(self, choice: DecodeChoice, num_tokens: int) -> None:
+        """A sequence got `num_tokens` more than one in the last step. Its tenant pays for them, too: the flow covers
+        one."""
+        work = choice.request.work
+        self._entrance.waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE * num_tokens)
+        if choice in self._batch:
+            self._batch.advanced(choice)
+            self._admission.advanced(choice, num_tokens, self._batch.step)
+
     def name_running(self) -> None:
         """Enter the full blocks of running sequences into the prefix cache."""
         for choice in self._batch.running():

@@ -16,6 +16,8 @@ class Step:
     """The engine's next work: copies, then swaps, then the tokens of `decodes` and `chunks`."""
 
     decodes: list[DecodeChoice] = field(default_factory=list)
+    drafts: dict[DecodeChoice, list[int]] = field(default_factory=dict)
+    """Tokens that are verified after those of some of `decodes`, in their order."""
     chunks: list[Chunk[LocalPrompt]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, target block)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from common.engine.batch import Chosen, InvalidLogitsError, Sampled, Scored
@@ -73,7 +73,8 @@ class DecodeSteps:
         """Plan a step; returns whether there is anything to compute."""
         step_before = None if before is None else before.step
         number = self._pool.step_started()
-        step = self._scheduler.schedule(self._agenda.now, step_before)
+        # Its drafts would only be dropped with a sequence that is about to move.
+        step = self._scheduler.schedule(self._agenda.now, step_before, may_draft=not self._departures.awaited)
         for request in step.revoked:
             assert request.pull is not None, request.work
             self._pulls.revoke(request.pull)
@@ -82,7 +83,8 @@ class DecodeSteps:
             return False
         decoding = None
         if step.decodes:
-            decoding = self._columns.decoding(step.decodes, () if step_before is None else step_before.decodes)
+            decodes_before = () if step_before is None else step_before.decodes
+            decoding = self._columns.decoding(step.decodes, decodes_before, step.drafts)
         work = Work(
             step=DecodePlan(number, step, decoding),
             slices=step.slices(),
@@ -113,6 +115,8 @@ class DecodeSteps:
         if not (step.copies or step.swap_outs or step.swap_ins):
             num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
             self._costs.observe_step(num_tokens, len(step.decodes), ended.duration_s)
+            if self._scheduler.speculation is not None and not step.chunks:
+                self._scheduler.speculation.observe(step, ended.duration_s)
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._front.tell_cache()
@@ -122,12 +126,24 @@ class DecodeSteps:
         num_appended, others = decoding.append(chosen, self._answers.step)
         self._totals.generated += num_appended
         for index in others:
-            choice = step.decodes[index]
-            if choice.stage is ChoiceStage.RUNNING:
-                self._advance(choice, chosen.outcome(index))
+            self._advance_all(step.decodes[index], decoding.outcomes(index, chosen), step)
         if self._scheduler.trials:
             for choice in step.decodes:
                 self._end_trial(choice.request)
+
+    def _advance_all(self, choice: DecodeChoice, outcomes: Iterable[Sampled], step: Step) -> None:
+        """Append a step's tokens to a sequence: one, and one more for each drafted token that was right."""
+        before = choice.sequence.num_tokens
+        for outcome in outcomes:
+            if choice.stage is ChoiceStage.RUNNING:
+                self._advance(choice, outcome)
+        draft = step.drafts.get(choice)
+        if draft is None:
+            return
+        num_right = max(0, choice.sequence.num_tokens - before - 1)
+        self._totals.verified(len(draft), num_right)
+        if num_right:
+            self._scheduler.sequences.advanced(choice, num_right)
 
     def _end_trial(self, request: DecodeRequest) -> None:
         """End the trial of a request that has shown, by enough tokens, that it does no harm."""

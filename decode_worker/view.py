@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.messages.session import Heartbeat
 from common.contract.tiers import by_tier
+from common.runtime.config import MAX_DRAFT_TOKENS
 from common.runtime.probes import counter, gauge
 
 if TYPE_CHECKING:
@@ -31,10 +32,23 @@ class DecodeTotals:
     """Prompt tokens whose log probabilities were told."""
     recomputed: int = 0
     """Tokens computed again after a preemption."""
+    drafts: int = 0
+    """Sequences that had drafted tokens, summed over the steps."""
+    drafted: int = 0
+    """Drafted tokens."""
+    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    """Drafted tokens that were right, by their place in the draft."""
     block_steps: int = 0
     """Blocks in use, summed over the steps."""
     sequence_s: float = field(default=0.0)
     """EWMA of a sequence's duration here, in seconds from its first token to its last."""
+
+    def verified(self, num_drafted: int, num_right: int) -> None:
+        """A draft was verified; its first `num_right` tokens were right."""
+        self.drafts += 1
+        self.drafted += num_drafted
+        for place in range(num_right):
+            self.accepted_at[place] += 1
 
     def sequence_ended(self, took_s: float) -> None:
         """A sequence has had its last token, `took_s` seconds after its first."""
@@ -103,6 +117,12 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
     yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.swap.num_used)
     yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", core.departures.num_moved)
+    by_model = {"drafts": totals.drafts, "draft_tokens": totals.drafted, "accepted_tokens": sum(totals.accepted_at)}
+    for what, number in by_model.items():
+        text = f"Speculative decoding: {what.replace('_', ' ')}."
+        yield counter(f"vllm:spec_decode_num_{what}", text, {name: number}, "model_name")
+    by_place = {str(place): number for place, number in enumerate(totals.accepted_at)}
+    yield counter("baton_draft_tokens_accepted", "Drafted tokens that were right.", by_place, "position")
     tail = core.arrivals.num_tail_blocks
     yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)
     yield from core.front.metrics()

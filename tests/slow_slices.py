@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common.engine.batch import NO_SAMPLE, Decodes, Sample, Slice
 from decode_worker.columns import next_sample
 from decode_worker.request import DecodeChoice
 
 
-def decode_slices(choices: Sequence[DecodeChoice], before: Sequence[DecodeChoice] = ()) -> list[Slice]:
-    """The last token of each sequence. `before` are the decodes of the step that still runs."""
+def decode_slices(
+    choices: Sequence[DecodeChoice],
+    before: Sequence[DecodeChoice] = (),
+    drafts: Mapping[DecodeChoice, Sequence[int]] | None = None,
+) -> list[Slice]:
+    """The last token of each sequence, and its drafted ones. `before` are the decodes of the step that still runs."""
     slices = []
     for choice in choices:
         sequence = choice.sequence
@@ -25,6 +29,17 @@ def decode_slices(choices: Sequence[DecodeChoice], before: Sequence[DecodeChoice
                 follows=follows,
             )
         )
+        draft = (drafts or {}).get(choice, ())
+        for place, token in enumerate(draft):
+            position = num_tokens + place
+            slices.append(
+                Slice(
+                    token_ids=(token,),
+                    start=position,
+                    block_table=sequence.block_table,
+                    samples=(next_sample(choice, position + 1, draft[: place + 1]),),
+                )
+            )
     return slices
 
 

@@ -41,8 +41,8 @@ class Sample:
     params: SamplingParams
     choice: int
     position: int
-    """Position in the whole sequence of the token to be sampled. Equals `len(token_ids)`, or one more in a slice that
-    `follows` a sample."""
+    """Position in the whole sequence of the token to be sampled. Equals `len(token_ids) + len(draft)`, or one more in a
+    slice that `follows` a sample."""
     token_ids: Sequence[int]
     """The known tokens before it: prompt and output. Read only where the parameters have penalties. It may get longer
     once the step is planned."""
@@ -52,6 +52,8 @@ class Sample:
     """For parameters with a grammar: one bit per token, set if the token may come here (`GrammarState.allowed`)."""
     counts: TokenCounts | None = None
     """Counts of `token_ids` from earlier steps, for penalties. Without them the tokens are counted anew."""
+    draft: Sequence[int] = ()
+    """Drafted tokens that follow the known ones, up to `position`. The sample counts only if they come true."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,7 +135,8 @@ class Samples:
 
 @dataclass(slots=True, kw_only=True)
 class Decodes:
-    """The last token of each of D sequences, to be computed in a step, and the tokens to be sampled after them.
+    """D rows of one token each, to be computed in a step, and the tokens to be sampled after them: the last token of a
+    sequence, or a drafted one after it, which attends to those in the rows before it.
 
     They come before the slices of the step, and each has one sample.
     """
@@ -197,6 +200,11 @@ class Chosen:
     def outcome(self, index: int) -> Sampled:
         """The result of one sample."""
         return self.told.get(index) or SampledToken(self.token_ids[index])
+
+    def take(self, indices: Sequence[int]) -> Chosen:
+        """The results of some samples."""
+        told = {new: self.told[index] for new, index in enumerate(indices) if index in self.told}
+        return Chosen([self.token_ids[index] for index in indices], told)
 
     def outcomes(self, start: int = 0) -> list[Sampled]:
         """The results from `start` on."""

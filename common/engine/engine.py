@@ -19,10 +19,12 @@ from common.contract.kv_layout import Fingerprint
 from common.engine.batch import Chosen, Decodes, Sampled, Scored, Slice
 from common.engine.engine_thread import EngineThread
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
+from common.engine.time_rows import time_rows
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
 from common.runtime.config import DeviceType, WorkerSettings
 from common.runtime.daemon_threads import DaemonThreads
 from common.scheduling.costs import Costs
+from common.scheduling.row_times import RowTimes
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class Engine:
         runner: ModelRunner,
         fingerprint: Fingerprint,
         costs: Costs | None = None,
+        row_times: RowTimes | None = None,
     ) -> None:
         self._thread = thread
         self._waiter = EngineThread("waiter")
@@ -63,6 +66,8 @@ class Engine:
         self.fingerprint = fingerprint
         self.costs = Costs() if costs is None else costs
         """Costs measured after loading. Callers that measure better may refine them."""
+        self.row_times = row_times
+        """The same of steps of decodes; None if they were not measured."""
         self.num_steps = 0
         """Steps finished. Stops growing if the engine hangs."""
         self.last_step_s = 0.0
@@ -82,16 +87,18 @@ class Engine:
         step_tokens: int,
         swap_bytes: int = 0,
         graph_seqs: int = 0,
+        timed_rows: int = 0,
     ) -> Engine:
         """Load the model and measure its costs on the engine's thread; `progress(done, total)` is called there.
 
         `settings.device` must not be "auto" (see `device_of`). Costs are measured by steps of up to `step_tokens`
         tokens. `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs`
-        decode tokens become CUDA graphs; 0 makes none. Raises `OperatorError`.
+        decode tokens become CUDA graphs; 0 makes none. Steps of up to `timed_rows` decode tokens are timed; 0 times
+        none. Raises `OperatorError`.
         """
         thread = EngineThread("engine")
         return await thread.run(
-            partial(cls._load, thread, settings, folder, progress, step_tokens, swap_bytes, graph_seqs)
+            partial(cls._load, thread, settings, folder, progress, step_tokens, swap_bytes, graph_seqs, timed_rows)
         )
 
     @classmethod
@@ -104,6 +111,7 @@ class Engine:
         step_tokens: int,
         swap_bytes: int,
         graph_seqs: int,
+        timed_rows: int,
     ) -> Engine:
         device = settings.device
         assert device != "auto", "nobody has looked for a device"
@@ -140,6 +148,7 @@ class Engine:
                     config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
                 )
             costs = measure_costs(runner, step_tokens)
+            row_times = time_rows(runner, timed_rows) if timed_rows else None
         except torch.OutOfMemoryError as error:
             advice = "lower --kv-cache-bytes or --max-num-seqs, or raise --gpu-reserve-bytes"
             raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
@@ -151,7 +160,7 @@ class Engine:
         )
         if runner.num_host_blocks:
             log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
-        return cls(thread, runner, fingerprint, costs)
+        return cls(thread, runner, fingerprint, costs, row_times)
 
     def submit(
         self,

@@ -65,5 +65,7 @@ def penalised(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens
 def _counted(sample: Sample) -> TokenCounts:
     """Count all tokens of the sample but the last."""
     counts = sample.counts or TokenCounts(sample.token_ids, sample.prompt_len, sample.params)
+    if sample.draft:
+        return counts.with_draft(sample.position - len(sample.draft), sample.draft[:-1])
     counts.count(sample.position - 1)
     return counts

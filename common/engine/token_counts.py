@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from copy import copy
 
 from common.contract.sampling import SamplingParams
 
@@ -41,6 +42,14 @@ class TokenCounts:
                 self.nums.append(0)
         for token in self._token_ids[max(start, self._prompt_len) : end]:
             self.nums[places[token]] += 1
+
+    def with_draft(self, end: int, draft: Sequence[int]) -> TokenCounts:
+        """A copy that has counted tokens `[0, end)` of the sequence, and those of `draft` after them."""
+        more = copy(self)
+        more._token_ids = (*self._token_ids[:end], *draft)
+        more._places, more.tokens, more.nums = self._places.copy(), self.tokens[:], self.nums[:]
+        more.count(end + len(draft))
+        return more
 
 
 def token_counts(sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> TokenCounts | None:

@@ -24,6 +24,8 @@ _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TC
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
 _RIDING_TOKENS = 128
 """Prompt tokens for which a token budget by default has room beside a full batch."""
+MAX_DRAFT_TOKENS = 15
+"""Most drafted tokens of a sequence in a step."""
 _LEAST_RIDING_TOKENS = 16
 """Prompt tokens for which any token budget must have room beside a full batch."""
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -272,6 +274,17 @@ class DecodeSettings(WorkerSettings, TokenTierSettings):
     swap_bytes: int = Field(256 * 2**20, ge=0, description="host memory for the KV of preempted sequences")
     preempt_by: Literal["cost", "swap", "recompute"] = Field(
         "cost", description="how a sequence gives up its blocks: cost takes the cheaper way"
+    )
+    speculation: Literal["off", "lookup"] = Field(
+        "off",
+        description="verify several tokens of a sequence in a step where that yields more tokens per second; lookup: "
+        "those that followed the last ones earlier in the text",
+    )
+    draft_tokens: int = Field(
+        0,
+        ge=0,
+        le=MAX_DRAFT_TOKENS,
+        description="tokens that are drafted of a sequence of which any can be (0: chosen in each step by what pays)",
     )
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from common.contract.ids import Handle, Incarnation
 from common.contract.messages.fields import Message
 from common.contract.messages.worker import StepTokens
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Chosen, InvalidLogitsError, SampledToken, Samples
+from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Samples
 from common.engine.ragged import Rows
 from common.engine.sequence import Sequence, finish_reason
 from decode_worker.columns import DecodeColumns, Decoding
@@ -82,10 +82,10 @@ class Game:
         if kind == "preempt":
             choice.sequence.block_table = array("q")
 
-    def feed(self, choice: DecodeChoice, ahead: bool) -> None:
+    def feed(self, choice: DecodeChoice, num_more: int) -> None:
         """It has the blocks that it needs, and perhaps more."""
         table = choice.sequence.block_table
-        needed = -(-(choice.sequence.num_tokens + ahead) // BLOCK_SIZE) + self.choose([0, 0, 1])
+        needed = -(-(choice.sequence.num_tokens + num_more) // BLOCK_SIZE) + self.choose([0, 0, 1])
         while len(table) < needed:
             self.num_blocks += 1
             table.append(self.num_blocks)
@@ -96,21 +96,27 @@ class Game:
         if not members:
             self.before = []
             return
+        drafts: dict[DecodeChoice, list[int]] = {}
+        if not self.before and self.choose([True, False]):
+            options: list[list[int]] = [[], [5], [8, 5, 8], [8, 8]]
+            drafts = {each: draft for each in members if (draft := self.choose(options))}
         for each in members:
-            self.feed(each, each in self.before)
-        decoding = self.columns.decoding(members, self.before)
+            self.feed(each, len(drafts.get(each, ())) + (each in self.before))
+        decoding = self.columns.decoding(members, self.before, drafts)
         self.columns.check_invariants()
-        self.check_input(decoding, members)
+        self.check_input(decoding, members, drafts)
         if self.before:
             self.before = []  # the tokens of the step before are dropped, and those of this one
-        elif self.choose([True, True, False]):
-            self.check_tokens(decoding, members)
+        elif drafts or self.choose([True, True, False]):
+            self.check_tokens(decoding, members, drafts)
         else:
             self.before = members
 
-    def check_input(self, decoding: Decoding, members: list[DecodeChoice]) -> None:
+    def check_input(
+        self, decoding: Decoding, members: list[DecodeChoice], drafts: dict[DecodeChoice, list[int]]
+    ) -> None:
         """The engine gets what slices would have told it."""
-        slices = decode_slices(members, self.before)
+        slices = decode_slices(members, self.before, drafts)
         ours, theirs = Rows.of([], BLOCK_SIZE, decoding.decodes), Rows.of(slices, BLOCK_SIZE)
         for name, expected in theirs.arrays.items():
             assert np.array_equal(ours.arrays[name], expected), name
@@ -130,22 +136,35 @@ class Game:
         assert np.array_equal(decoding.decodes.samples.positions_N, samples.positions_N)
         assert decoding.decodes.samples.special == samples.special
 
-    def check_tokens(self, decoding: Decoding, members: list[DecodeChoice]) -> None:
-        """What goes on is told, and the rest is left as it was."""
-        tokens = [self.choose([3, 5, 8]) for _ in members]
-        told: dict[int, Any] = {
-            row: SampledToken(tokens[row]) for row, each in enumerate(members) if each.sequence.sampling.logprobs
+    def check_tokens(
+        self, decoding: Decoding, members: list[DecodeChoice], drafts: dict[DecodeChoice, list[int]]
+    ) -> None:
+        """What goes on is told, and the rest is left as it was. Of a draft, each token follows one that was right."""
+        of_member = [[self.choose([3, 5, 8]) for _ in (0, *drafts.get(each, ()))] for each in members]
+        firsts = [sum(map(len, of_member[:index])) for index in range(len(members))]
+        of_rows: dict[int, Any] = {
+            first + place: SampledToken(token)
+            for first, each, sampled in zip(firsts, members, of_member, strict=True)
+            for place, token in enumerate(sampled)
+            if each.sequence.sampling.logprobs
         }
         if self.choose([False, False, True]):
-            told[0] = InvalidLogitsError("NaN")
+            of_rows[0] = InvalidLogitsError("NaN")
+        chosen = Chosen([*(token for sampled in of_member for token in sampled), 99], of_rows)
+        for index, each in enumerate(members):
+            self.check_draft(list(decoding.outcomes(index, chosen)), chosen, firsts[index], drafts.get(each, []))
+        tokens = [sampled[0] for sampled in of_member]
+        told = {index: of_rows[first] for index, first in enumerate(firsts) if first in of_rows}
         if self.choose([False, False, True]) and members[-1] in self.running:
             members[-1].stage = ChoiceStage.ENDED  # aborted meanwhile
             self.running.remove(members[-1])
         lens = [each.sequence.num_tokens for each in members]
-        expected = [self.goes_on(each, tokens[row], row in told) for row, each in enumerate(members)]
+        expected = [
+            each not in drafts and self.goes_on(each, tokens[row], row in told) for row, each in enumerate(members)
+        ]
         running = [each.stage is ChoiceStage.RUNNING for each in members]
         report = StepReport()
-        num, others = decoding.append(Chosen([*tokens, 99], told), report)
+        num, others = decoding.append(chosen, report)
         assert num == sum(expected)
         assert others == [row for row in range(len(members)) if running[row] and not expected[row]]
         said: list[tuple[Incarnation, int, int, int]] = []
@@ -170,6 +189,15 @@ class Game:
                 assert each.num_sent == sequence.num_tokens
         for row in others:
             self.end(members[row])
+
+    def check_draft(self, outcomes: list[Sampled], chosen: Chosen, first: int, draft: list[int]) -> None:
+        """A sequence gets its token, and a further one after each drafted token that is the last one it got."""
+        expected = [chosen.outcome(first)]
+        for place, token in enumerate(draft, start=1):
+            if not isinstance(expected[-1], SampledToken) or expected[-1].token_id != token:
+                break
+            expected.append(chosen.outcome(first + place))
+        assert outcomes == expected
 
     def goes_on(self, choice: DecodeChoice, token: int, told: bool) -> bool:
         """Whether there is nothing to do after this token."""

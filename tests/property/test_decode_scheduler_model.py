@@ -101,6 +101,30 @@ class InFlight:
     """Whether the device has done its work."""
 
 
+class Drafts:
+    """Drafts of any length of any sequences, of which some tokens are right."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.num_right = 0
+
+    def plan(self, decodes: Seq[DecodeChoice], most: int) -> dict[DecodeChoice, list[int]]:
+        drafts, pick = {}, self.traffic.pick
+        for choice in decodes:
+            sequence = choice.sequence
+            left = min(sequence.prompt_len + sequence.sampling.max_tokens, MAX_SEQUENCE_TOKENS) - sequence.num_tokens
+            num = min(pick([0, 1, 2, 5]), left - 1, most)
+            most -= max(0, num)
+            true = [self.traffic.token(choice.request, sequence.choice, sequence.num_tokens + i) for i in range(num)]
+            draft = [token if pick([True, True, False]) else 7 for token in true]
+            if draft and sequence.sampling.grammar is None:
+                drafts[choice] = draft
+        return drafts
+
+    def would_draft(self, decodes: Seq[DecodeChoice]) -> bool:
+        return bool(self.traffic.pick([False, True]))
+
+
 class Traffic:
     """A decode worker's scheduler, pulls that take their time, and an engine that does, too."""
 
@@ -120,8 +144,12 @@ class Traffic:
             ageing_s=5.0,
         )
         self.pool = BlockPool(self.pick([FEWEST_BLOCKS, NUM_BLOCKS, NUM_BLOCKS]))
+        self.drafts = Drafts(self) if self.pick([False, True]) else None
         self.scheduler = DecodeScheduler(
-            self.pool, self.policy, Costs(prefill_s_per_token=self.pick([0.1, 1.0]), swap_s_per_block=0.5)
+            self.pool,
+            self.policy,
+            Costs(prefill_s_per_token=self.pick([0.1, 1.0]), swap_s_per_block=0.5),
+            self.drafts,  # type: ignore[arg-type]
         )
         self.memory: dict[tuple[int, int], Content] = {}
         self.host: dict[tuple[int, int], Content | None] = {}
@@ -295,10 +323,16 @@ class Traffic:
         batch = self.scheduler.batch
         held = batch.num_running + batch.num_ready
         before = self.in_flight[0].step if self.in_flight else None
-        step = self.scheduler.schedule(self.now, before)
+        may_draft = self.pick([True, True, False])
+        step = self.scheduler.schedule(self.now, before, may_draft=may_draft)
         self.take_revoked(step)
         self.sort_out_local()
-        num_tokens = len(step.decodes) + sum(chunk.end - chunk.start for chunk in step.chunks)
+        if step.drafts:
+            assert may_draft
+            assert before is None, "it is not known after which token they come"
+            assert list(step.drafts) == [choice for choice in step.decodes if choice in step.drafts]
+        num_drafted = sum(map(len, step.drafts.values()))
+        num_tokens = len(step.decodes) + num_drafted + sum(chunk.end - chunk.start for chunk in step.chunks)
         assert num_tokens <= max(self.policy.token_budget, self.policy.max_num_seqs), "the budget is exceeded"
         if step.decodes:
             prompt_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
@@ -316,9 +350,10 @@ class Traffic:
             return
         self.num_in_vain = 0
         self.num_ahead += len(self.in_flight)
-        slices = self.decode_slices(step, before)
+        slices = iter(self.decode_slices(step, before))
         writes = []
-        for g, each in zip(step.decodes, slices, strict=False):
+        for g in step.decodes:
+            each = next(slices)
             tokens = list(g.sequence.token_ids)
             if each.follows is not None:
                 assert before is not None
@@ -329,6 +364,12 @@ class Traffic:
             assert len(tokens) - g.sequence.prompt_len < g.sequence.sampling.max_tokens, "goes on beyond its end"
             assert len(tokens) < MAX_SEQUENCE_TOKENS, "goes on beyond its end"
             writes.append(Write(g.sequence.block_table, g.request.work.cache_salt, tokens, len(tokens) - 1))
+            for token in step.drafts.get(g, ()):
+                tokens.append(token)
+                row = next(slices)
+                assert (list(row.token_ids), row.start) == ([token], len(tokens) - 1)
+                assert len(tokens) - g.sequence.prompt_len < g.sequence.sampling.max_tokens, "drafted beyond its end"
+                writes.append(Write(g.sequence.block_table, g.request.work.cache_salt, tokens, len(tokens) - 1))
         for chunk in step.chunks:
             prompt = chunk.prompt
             writes += [
@@ -344,9 +385,9 @@ class Traffic:
         if not step.decodes:
             return []
         decodes = [] if before is None else before.decodes
-        slices = slices_of(self.columns.decoding(step.decodes, decodes).decodes)
+        slices = slices_of(self.columns.decoding(step.decodes, decodes, step.drafts).decodes)
         self.columns.check_invariants()
-        for each, expected in zip(slices, decode_slices(step.decodes, decodes), strict=True):
+        for each, expected in zip(slices, decode_slices(step.decodes, decodes, step.drafts), strict=True):
             assert list(each.block_table[: len(expected.block_table)]) == list(expected.block_table)
             assert not any(each.block_table[len(expected.block_table) :])
             assert (each.start, each.follows, each.samples[0].position) == (
@@ -396,6 +437,16 @@ class Traffic:
         for choice in step.decodes:
             if choice.stage is ChoiceStage.RUNNING:
                 self.sample(choice)
+            num_right = 0
+            for token in step.drafts.get(choice, ()):
+                if choice.stage is not ChoiceStage.RUNNING or choice.sequence.token_ids[-1] != token:
+                    break
+                self.sample(choice)
+                num_right += 1
+            if num_right:
+                assert self.drafts is not None
+                self.drafts.num_right += num_right
+                self.scheduler.sequences.advanced(choice, num_right)
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last:
                 self.computed(chunk.prompt)
@@ -550,7 +601,7 @@ def test_every_token_is_where_the_block_table_says(data: st.DataObject, num_even
 @pytest.mark.long
 def test_many_long_runs() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
-    num_finished = num_swapped = num_recomputed = num_revoked = num_hit = num_steps = num_ahead = 0
+    num_finished = num_swapped = num_recomputed = num_revoked = num_hit = num_steps = num_ahead = num_right = 0
     for seed in range(500):
         traffic = Traffic(Random(seed).choice)
         try:
@@ -565,10 +616,12 @@ def test_many_long_runs() -> None:
         num_hit += traffic.scheduler.entrance.num_prefix_hit
         num_steps += traffic.num_steps
         num_ahead += traffic.num_ahead
+        num_right += 0 if traffic.drafts is None else traffic.drafts.num_right
     print(f"{num_steps} steps, {num_ahead} of them planned ahead, {num_finished} finished")
     print(f"{num_swapped} swapped, {num_recomputed} recomputed, {num_revoked} revoked")
     assert num_steps > 10_000
     assert num_ahead > 1000, "the runs show nothing of planning ahead"
     assert min(num_finished, num_hit) > 1000, "the runs show nothing"
     assert min(num_swapped, num_recomputed) > 100, "the runs show nothing of preemption"
+    assert num_right > 500, "the runs show nothing of drafts"
     assert num_revoked > 20, "the runs show nothing of reservations that are taken back"

@@ -43,7 +43,7 @@ class ForecastMachine(RuleBasedStateMachine):
         self.block_size = 4
         self.forecast: Forecast[str] = Forecast(4)
         self.step = 0
-        self.growing: dict[str, tuple[int, int, int]] = {}
+        self.growing: dict[str, tuple[int, Fraction, int]] = {}
         """Step since when it grows, blocks it held then, step at which it is expected to end."""
         self.held: dict[str, tuple[int, int, int]] = {}
         """Step since when it is here, blocks, steps it is expected to take."""
@@ -65,7 +65,7 @@ class ForecastMachine(RuleBasedStateMachine):
         if key in self.growing:
             self.remove(key)
         self.held.pop(key, None)
-        self.growing[key] = self.step, num_private, self.step + num_steps
+        self.growing[key] = self.step, Fraction(num_private), self.step + num_steps
         self.forecast.put(key, step=self.step, end_step=self.step + num_steps, num_private=num_private)
 
     @precondition(lambda self: self.growing)
@@ -75,6 +75,15 @@ class ForecastMachine(RuleBasedStateMachine):
         since, num_private, _ = self.growing[key]
         self.growing[key] = since, num_private, self.step + num_steps
         self.forecast.postpone(key, self.step + num_steps)
+
+    @precondition(lambda self: self.growing)
+    @rule(data=st.data(), num_tokens=st.integers(1, 15))
+    def hurry(self, data: st.DataObject, num_tokens: int) -> None:
+        """It gets several tokens in one step."""
+        key = data.draw(st.sampled_from(sorted(self.growing)))
+        since, num_private, end = self.growing[key]
+        self.growing[key] = since, num_private + Fraction(num_tokens, self.block_size), end - num_tokens
+        self.forecast.hurry(key, num_tokens)
 
     @precondition(lambda self: self.growing)
     @rule(data=st.data(), num_private=st.integers(0, 20))

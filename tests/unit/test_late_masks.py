@@ -54,10 +54,10 @@ class Running:
         self.num_scheduled = 0
         schedule = site.core.scheduler.schedule
 
-        def counted(now: float, before: Step | None = None) -> Step:
+        def counted(now: float, before: Step | None = None, *, may_draft: bool = True) -> Step:
             self.num_scheduled += 1
             assert self.num_scheduled < MANY, "it plans one step after the other, and there is nothing to do"
-            return schedule(now, before)
+            return schedule(now, before, may_draft=may_draft)
 
         async def outcomes(step: Pause) -> Any:
             await asyncio.sleep(0)

@@ -331,3 +331,31 @@ def test_choices_of_a_request_do_not_share_their_counts(runner: ModelRunner, und
     run(runner, 9, late)
     assert one.token_ids == late.token_ids == undisturbed
     assert other.token_ids[: len(undisturbed)] != undisturbed
+
+
+@given(some_tokens, st.lists(some_tokens, min_size=1, max_size=4), st.integers(0, 3), any_params)
+def test_drafted_tokens_count_as_if_they_had_come(
+    prompt: list[int], rounds: list[list[int]], num_read: int, params: SamplingParams
+) -> None:
+    """Each position of a draft is penalised as with a sequence that has these tokens, and leaves the counts of the
+    sequence as they were."""
+    generator = np.random.default_rng(len(prompt))
+    tokens = list(prompt)
+    counts = TokenCounts(tokens, len(prompt), params)
+    for draft in rounds:
+        for place in range(len(draft) + 1):
+            logits_V = generator.standard_normal(VOCAB).astype(np.float32)
+            sample = Sample(
+                params=params,
+                choice=0,
+                position=len(tokens) + place,
+                token_ids=tokens,
+                prompt_len=len(prompt),
+                counts=counts,
+                draft=draft[:place],
+            )
+            known = [*tokens, *draft[:place]]
+            last = torch.tensor(known[-1:])
+            found = penalised(torch.tensor(logits_V)[None], Samples.of([sample]), lambda last=last: last)  # type: ignore[misc]
+            assert np.array_equal(found[0].numpy(), by_definition(logits_V, known, len(prompt), params))
+        tokens += draft[: 1 + num_read]

@@ -1,0 +1,71 @@
+"""What a step of decodes costs, by its rows and by the tokens that their attention reads: whether drafts pay is decided
+by it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WEIGHT = 0.1
+"""Weight of an observation."""
+_MOST_SCALE = 4.0
+"""Greatest factor, and the inverse of the least one, by which observations correct what was measured."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RowTimes:
+    """Seconds of a step with one token each of some rows, measured at start and corrected by the steps since."""
+
+    rows: Sequence[int]
+    """Numbers of rows that were timed, ascending; at least one."""
+    seconds: Sequence[float]
+    """What a step of each number took, with rows that attend to next to nothing; not descending."""
+    token_s: float = 0.0
+    """Seconds, in addition, for each token that a row attends to."""
+    scale: float = 1.0
+    """Ratio of what steps take to what was measured."""
+    draft_scale: float = 1.0
+    """The same ratio for what drafts add to a step, on top of `scale`."""
+
+    def step_s(self, plain: tuple[int, int], drafts: tuple[int, int] = (0, 0)) -> float:
+        """Seconds of a step. Each pair is (rows, tokens that these rows attend to in all)."""
+        base_s = self._measured_s(*plain)
+        more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
+        return self.scale * (base_s + self.draft_scale * more_s)
+
+    def least_share(self, num_rows: int, most: int) -> float:
+        """The least that each of up to `most` drafted rows may add to a step, as a share of a step of `num_rows`."""
+        base_s = self._measured_s(num_rows, 0)
+        further = {1, most, *(rows - num_rows for rows in self.rows if num_rows < rows < num_rows + most)}
+        return self.draft_scale * min((self._measured_s(num_rows + num, 0) / base_s - 1) / num for num in further)
+
+    def observe(self, plain: tuple[int, int], drafts: tuple[int, int], seconds: float) -> None:
+        """Move the estimates towards what a step took that did nothing else. A step without drafts moves `scale`
+        alone, and one with drafts `draft_scale` alone."""
+        base_s = self._measured_s(*plain)
+        if not drafts[0]:
+            self.scale = _moved(self.scale, seconds / base_s)
+            return
+        more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
+        if more_s > 0:
+            self.draft_scale = _moved(self.draft_scale, (seconds / self.scale - base_s) / more_s)
+
+    def _measured_s(self, num_rows: int, num_tokens: int) -> float:
+        """By the line between the measured numbers of rows on both sides; beyond the largest, by that through the
+        origin."""
+        rows, seconds = self.rows, self.seconds
+        index = bisect_left(rows, num_rows)
+        if index == len(rows):
+            of_rows = seconds[-1] * num_rows / rows[-1]
+        elif index == 0 or rows[index] == num_rows:
+            of_rows = seconds[index]
+        else:
+            share = (num_rows - rows[index - 1]) / (rows[index] - rows[index - 1])
+            of_rows = seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+        return of_rows + self.token_s * num_tokens
+
+
+def _moved(scale: float, seen: float) -> float:
+    moved = scale + _WEIGHT * (min(seen, _MOST_SCALE) - scale)
+    return min(max(moved, 1 / _MOST_SCALE), _MOST_SCALE)

@@ -1,0 +1,83 @@
+"""Prompt lookup: proposes the tokens that followed the last ones where these occurred before in the same text.
+
+The method is that of "Prompt Lookup Decoding" (A. Saxena, 2023) and "Inference with Reference" (arXiv:2304.04487).
+Nothing is drafted to learn how often it is right: each token that comes is compared with the one that was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_BITS = 21
+"""Bits of a token in a key. Three tokens fit into an int64."""
+_KEY = (1 << 3 * _BITS) - 1
+_OWN_WEIGHT, _COMMON_WEIGHT = 0.25, 0.02
+"""Weights of the last expected token in how often those of a text, and those of all texts, were right."""
+
+
+@dataclass(slots=True)
+class CommonAcceptance:
+    """How often expected tokens came true, over all texts: what a new text starts from."""
+
+    acceptance: float = 0.5
+
+
+class Lookup:
+    """A growing text, and what is expected next in it."""
+
+    __slots__ = ("_common", "_index", "_key", "_num_read", "_place", "_token_ids", "acceptance")
+
+    def __init__(self, token_ids: Sequence[int], common: CommonAcceptance) -> None:
+        """The present tokens are read; those that come after them are compared with what was expected."""
+        self._token_ids = token_ids
+        self._common = common
+        self.acceptance = common.acceptance
+        """Recent share of expected tokens that came, between 0 and 1."""
+        text = np.array(token_ids, np.int64)
+        keys = text.copy()
+        keys[1:] |= text[:-1] << _BITS
+        keys[2:] |= text[:-2] << 2 * _BITS
+        *earlier, self._key = (keys & _KEY).tolist()
+        self._index: dict[int, int] = dict(zip(earlier, range(1, len(text)), strict=True))
+        """Key of three tokens in a row → index of the token after their last occurrence."""
+        self._num_read = len(text)
+        self._place = self._enter(len(text))
+        """Index of the token that is expected to come next, once more; None if nothing is expected."""
+
+    @property
+    def expects(self) -> bool:
+        """Whether there is anything to propose."""
+        return self._place is not None
+
+    def read(self) -> None:
+        """Read the tokens that have come since."""
+        tokens = self._token_ids
+        for at in range(self._num_read, len(tokens)):
+            token, place = tokens[at], self._place
+            if place is not None:
+                right = tokens[place] == token
+                self.acceptance += _OWN_WEIGHT * (right - self.acceptance)
+                self._common.acceptance += _COMMON_WEIGHT * (right - self._common.acceptance)
+                self._place = place + 1 if right else None
+            self._key = (self._key << _BITS | token) & _KEY
+            occurred = self._enter(at + 1)
+            if self._place is None:
+                self._place = occurred
+        self._num_read = len(tokens)
+
+    def propose(self, num: int) -> list[int]:
+        """The next `num` tokens, if the text goes on as before. A text that repeats its end goes on repeating it."""
+        if self._place is None:
+            return []
+        tokens, place = self._token_ids, self._place
+        period = len(tokens) - place
+        return [tokens[place + index % period] for index in range(num)]
+
+    def _enter(self, end: int) -> int | None:
+        """Note that the last three tokens end before index `end`. Returns the same of their last occurrence."""
+        occurred = self._index.get(self._key)
+        self._index[self._key] = end
+        return occurred

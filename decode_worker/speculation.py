@@ -1,0 +1,118 @@
+"""Decides what is drafted: how many tokens of which sequences a step verifies beside those that it computes anyway.
+
+A draft is verified by rows of the same step, one for each drafted token (Leviathan et al., arXiv:2211.17192; here the
+token that the sampler draws at a position must equal the drafted one, so that answers are what they are without
+drafts). A step with K drafted tokens yields a token of each sequence, and of each drafted token the chance that it and
+those before it are right; it costs what so many rows do. The drafts that yield the most tokens per second are taken, as
+by "TurboSpec" (arXiv:2406.14066), and none unless they beat a step without.
+
+Pure state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from common.runtime.config import MAX_DRAFT_TOKENS
+from common.scheduling.row_times import RowTimes
+from decode_worker.lookup import CommonAcceptance, Lookup
+from decode_worker.policy import Policy
+from decode_worker.request import DecodeChoice
+from decode_worker.step import Step
+
+_LOG_LEAST_CHANCE = math.log(0.1)
+"""Logarithm of the least chance of a token that is drafted."""
+_MARGIN = 1.03
+"""Ratio by which drafts must raise the tokens per second: estimates vary, and drafts cost some work beside steps."""
+
+
+class Speculation:
+    """Chooses the drafts of each step, and learns from what becomes of them."""
+
+    def __init__(self, policy: Policy, times: RowTimes) -> None:
+        self._policy = policy
+        self._times = times
+        self._common = CommonAcceptance()
+
+    def plan(self, decodes: Sequence[DecodeChoice], most: int) -> dict[DecodeChoice, list[int]]:
+        """Tokens to be verified in the next step of `decodes`, at most `most` in all. No step may be in flight."""
+        return {choice: self._lookup(choice).propose(num) for choice, num in self._nums(decodes, most).items()}
+
+    def would_draft(self, decodes: Sequence[DecodeChoice]) -> bool:
+        """Whether drafts would pay in the step after the one that computes the next token of `decodes`, if those are
+        what is expected."""
+        return bool(self._nums(decodes, MAX_DRAFT_TOKENS * len(decodes)))
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Learn from what a step took that did nothing but decode."""
+        drafts = (
+            sum(map(len, step.drafts.values())),
+            sum(c.sequence.num_tokens * len(d) for c, d in step.drafts.items()),
+        )
+        if step.decodes:
+            self._times.observe(rows_of(step.decodes), drafts, seconds)
+
+    def _nums(self, decodes: Sequence[DecodeChoice], most: int) -> dict[DecodeChoice, int]:
+        """How many tokens are drafted of each sequence, in the order of `decodes`; no zeros."""
+        if not decodes or most <= 0:
+            return {}
+        plain = rows_of(decodes)
+        # A token that is drafted must bring at least its share of the step's tokens.
+        least = 0.0 if self._policy.draft_tokens else len(decodes) * self._times.least_share(plain[0], most)
+        chances = []
+        for choice in decodes:
+            if choice.sequence.sampling.grammar is None:
+                lookup = self._lookup(choice)
+                if lookup.expects and lookup.acceptance > least:
+                    chances += self._chances(choice, lookup.acceptance)
+        if not chances:
+            return {}
+        nums = self._best(plain, sorted(chances, key=_chance, reverse=True)[:most])
+        return {choice: nums[choice] for choice in decodes if choice in nums} if nums else {}
+
+    def _chances(self, choice: DecodeChoice, acceptance: float) -> list[tuple[float, DecodeChoice]]:
+        """The chance of each of the next tokens that it comes as expected; without those that hardly will."""
+        num = min(self._policy.draft_tokens or MAX_DRAFT_TOKENS, self._num_left(choice) - 1)
+        if not self._policy.draft_tokens:
+            num = min(num, int(_LOG_LEAST_CHANCE / min(math.log(max(acceptance, 1e-9)), -1e-9)))
+        return [(acceptance**place, choice) for place in range(1, num + 1)]
+
+    def _best(self, plain: tuple[int, int], chances: Sequence[tuple[float, DecodeChoice]]) -> dict[DecodeChoice, int]:
+        """The number of drafted tokens of each sequence by which the step yields the most tokens per second. `chances`
+        are sorted: taking a token takes those before it in its draft."""
+        if self._policy.draft_tokens:
+            return Counter(choice for _, choice in chances)
+        least_rate = _MARGIN * plain[0] / self._times.step_s(plain)
+        expected, num_read, best = float(plain[0]), 0, 0
+        for num, (chance, choice) in enumerate(chances, start=1):
+            expected += chance
+            num_read += choice.sequence.num_tokens
+            rate = expected / self._times.step_s(plain, (num, num_read))
+            if rate > least_rate:
+                least_rate, best = rate, num
+        return Counter(choice for _, choice in chances[:best])
+
+    def _lookup(self, choice: DecodeChoice) -> Lookup:
+        """What is expected next in a sequence, of which every token was read."""
+        if choice.lookup is None:
+            choice.lookup = Lookup(choice.sequence.token_ids, self._common)
+        else:
+            choice.lookup.read()
+        return choice.lookup
+
+    def _num_left(self, choice: DecodeChoice) -> int:
+        """Number of tokens that the sequence may still get."""
+        sequence = choice.sequence
+        most = min(sequence.prompt_len + sequence.sampling.max_tokens, self._policy.max_sequence_tokens)
+        return most - sequence.num_tokens
+
+
+def rows_of(decodes: Sequence[DecodeChoice]) -> tuple[int, int]:
+    """(rows of a step without drafts, tokens that they attend to in all)."""
+    return len(decodes), sum(choice.sequence.num_tokens for choice in decodes)
+
+
+def _chance(entry: tuple[float, DecodeChoice]) -> float:
+    return entry[0]

@@ -1,0 +1,111 @@
+"""Workers that verify drafted tokens: clients get what they would get without drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stack import BLOCK_BYTES, Answer, Workers, answer, generation, prompt, until
+
+from gateway.serving.generation import Generation
+
+Pool = Callable[..., Workers]
+FEW = tuple((token, 100.0) for token in (40, 50, 60))
+"""Tokens besides which none is sampled: every three of them have occurred, and what follows them is seldom the same."""
+
+
+def works(stop_token: int) -> list[Generation]:
+    """Everything that concerns a token, on texts that repeat themselves and on texts that only seem to."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 7, "logit_bias": FEW},
+        {"temperature": 1.0, "seed": 8, "top_p": 0.9, "min_p": 0.05, "logit_bias": FEW[:2]},
+        {"stop_token_ids": (stop_token,)},
+        {"stop_token_ids": (stop_token,), "min_tokens": 12},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "logit_bias": FEW},
+        {"temperature": 1.2, "seed": 8, "n": 3, "logit_bias": FEW},
+        {"logprobs": 2},
+        {"temperature": 1.0, "seed": 9, "grammar": "start: /([a-f]{3}-){20}/"},
+    ]
+    return [
+        generation([*prompt(index, 9 + index), *[40, 50, 60] * 7], **{"max_tokens": num, "ignore_eos": True, **kind})
+        for index, kind in enumerate(kinds)
+        for num in (1, 2, 60)
+    ]
+
+
+def logprobs_of(each: Answer) -> list[float]:
+    """Of its first choice: of each token, and of the most likely ones."""
+    reports = [report for delta in each.deltas for report in delta.logprobs or () if delta.choice == 0]
+    return [value for report in reports for value in (report.logprob, *(value for _, value in report.top))]
+
+
+@pytest.mark.parametrize("ahead", ["on", "off"])
+@pytest.mark.parametrize("room", ["enough", "little"])
+async def test_drafts_change_nothing_that_clients_see(main_pool: Workers, pool: Pool, room: str, ahead: str) -> None:
+    """With little room sequences are preempted all the time, and come back."""
+    little = ("--kv-cache-bytes", str(40 * BLOCK_BYTES), "--memory-reserve", "-1")
+    drafts = ("--speculation", "lookup", "--draft-tokens", "5", "--run-ahead", ahead)
+    drafting = pool(
+        f"drafts with {room} room, ahead {ahead}",
+        options=("--checksums",),
+        decode_options=(*drafts, *(little if room == "little" else ())),
+    )
+    draw = random.Random(room)
+    async with main_pool.dispatcher() as dispatcher:
+        greedy = (await answer(dispatcher, works(0)[2])).tokens[0]
+        asked = works(stop_token=greedy[9])
+        expected = [await answer(dispatcher, work) for work in asked]
+    async with drafting.dispatcher() as dispatcher:
+        for _ in range(2):
+            order = draw.sample(range(len(asked)), len(asked))
+            got = await asyncio.gather(*(answer(dispatcher, asked[index]) for index in order))
+            for index, each in zip(order, got, strict=True):
+                assert (each.tokens, each.reasons) == (expected[index].tokens, expected[index].reasons), index
+                assert logprobs_of(each) == pytest.approx(logprobs_of(expected[index]), abs=1e-4), index
+    drafted = sum(worker.metric("vllm:spec_decode_num_draft_tokens_total") for worker in drafting.decode)
+    right = sum(worker.metric("vllm:spec_decode_num_accepted_tokens_total") for worker in drafting.decode)
+    assert 200 < right < drafted - 200, "tokens were drafted that were right, and some that were wrong"
+    if room == "little":
+        assert sum(worker.metric("baton_preemptions_total") for worker in drafting.decode) > 0
+
+
+@pytest.mark.parametrize("fault", ["drain", "kill"])
+async def test_drafts_change_nothing_where_a_worker_goes_away(
+    main_pool: Workers, checkpoint: Callable[[str], Path], fault: str
+) -> None:
+    """Its sequences move to another worker, or are computed again there; both draft."""
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "logit_bias": FEW}, {"presence_penalty": 0.2}]
+    asked = [
+        generation(prompt(index, 40), max_tokens=700, ignore_eos=True, **kinds[index % len(kinds)])
+        for index in range(6)
+    ]
+    async with main_pool.dispatcher() as dispatcher:
+        expected = await asyncio.gather(*(answer(dispatcher, work) for work in asked))
+    drafts = ("--speculation", "lookup", "--draft-tokens", "4")
+    workers = Workers.start(checkpoint("llama"), decode=2, options=("--checksums",), decode_options=drafts)
+    leaving = workers.decode[0]
+    try:
+        async with workers.dispatcher(timeout_s=3.0) as dispatcher:
+            answers = [asyncio.create_task(answer(dispatcher, work)) for work in asked]
+            await until(
+                lambda: leaving.metric("vllm:spec_decode_num_accepted_tokens_total") > 20,
+                "it drafts nothing that is right",
+            )
+            if fault == "kill":
+                leaving.kill()
+            else:
+                assert dispatcher.links.tell(leaving.facts["control"], drain=True)
+            got = await asyncio.gather(*answers)
+            moves = dict(dispatcher.recovery.moves)
+        assert [(each.tokens, each.reasons) for each in got] == [(each.tokens, each.reasons) for each in expected]
+        if fault == "drain":
+            assert moves["moved"] > 0
+        workers.wait_for_baseline()
+    finally:
+        workers.signal()
+        workers.wait()

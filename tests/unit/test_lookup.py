@@ -1,0 +1,65 @@
+"""What is expected next in a text, by what followed its last tokens before."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_worker.lookup import CommonAcceptance, Lookup
+
+some_text = st.lists(st.sampled_from([0, 3, 2**21 - 1]), min_size=1, max_size=60)
+
+
+def expected_places(text: list[int], num_first: int) -> list[int | None]:
+    """By definition, before each token from `num_first` on, and after the last one: where the expected token is."""
+
+    def occurred(end: int) -> int | None:
+        padded = [0, 0, *text[:end]]
+        return next((at for at in range(end - 1, 0, -1) if padded[at - 1 : at + 2] == padded[end - 1 :]), None)
+
+    place = occurred(num_first)
+    places = [place]
+    for at in range(num_first, len(text)):
+        right = place is not None and text[place] == text[at]
+        place = place + 1 if right and place is not None else occurred(at + 1)
+        places.append(place)
+    return places
+
+
+@given(some_text, some_text, st.lists(st.integers(0, 9), min_size=1))
+def test_it_expects_what_followed_the_last_three_tokens(first: list[int], rest: list[int], stops: list[int]) -> None:
+    """Whatever was read at once, and however often it was asked."""
+    text, common = list(first), CommonAcceptance(0.5)
+    lookup = Lookup(text, common)
+    own, shared = 0.5, 0.5
+    places = expected_places([*first, *rest], len(first))
+    for index, token in enumerate(rest):
+        place = places[index]
+        if place is not None:
+            right = [*first, *rest][place] == token
+            own, shared = own + 0.25 * (right - own), shared + 0.02 * (right - shared)
+        text.append(token)
+        if stops[index % len(stops)] < 5 or index == len(rest) - 1:
+            lookup.read()
+            place = places[index + 1]
+            assert lookup.expects == (place is not None)
+            extended = list(text)
+            for _ in range(7 if place is not None else 0):
+                assert place is not None
+                extended.append(extended[place])
+                place += 1
+            assert lookup.propose(7) == extended[len(text) :], "it goes on as after the place, for as long as asked"
+            assert (lookup.acceptance, common.acceptance) == (own, shared)
+
+
+def test_a_new_text_starts_from_what_others_have_shown() -> None:
+    common = CommonAcceptance(0.9)
+    wrong = [1, 2, 3, 1, 2, 3]
+    lookup = Lookup(wrong, common)
+    assert lookup.propose(2) == [1, 2]
+    wrong.append(7)
+    lookup.read()
+    assert 0.8 < common.acceptance < 0.9
+    assert Lookup([1], common).acceptance == common.acceptance
+    assert not Lookup([1], common).expects
+    assert Lookup([1], common).propose(3) == []

@@ -1,0 +1,75 @@
+"""What a step takes, by its rows and by what they attend to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+from common.engine.runner import load_runner
+from common.engine.time_rows import time_rows
+from common.scheduling.row_times import RowTimes
+
+
+def times() -> RowTimes:
+    return RowTimes(rows=(1, 2, 8), seconds=(10.0, 12.0, 36.0), token_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [(0, 10.0), (1, 10.0), (2, 12.0), (5, 24.0), (8, 36.0), (16, 72.0), (12, 54.0)]
+)
+def test_between_two_measurements_the_line_counts_and_beyond_them_the_proportion(rows: int, seconds: float) -> None:
+    assert times().step_s((rows, 0)) == pytest.approx(seconds)
+    assert times().step_s((rows, 6)) == pytest.approx(seconds + 3.0)
+
+
+def test_drafts_add_their_rows_and_what_these_attend_to() -> None:
+    assert times().step_s((2, 10), (3, 20)) == pytest.approx(24.0 + 15.0)
+
+
+def test_steps_without_drafts_correct_all_and_those_with_drafts_what_drafts_add() -> None:
+    learnt = times()
+    for _ in range(200):
+        learnt.observe((2, 0), (0, 0), 24.0)
+    assert learnt.step_s((2, 0)) == pytest.approx(24.0)
+    assert learnt.step_s((2, 0), (6, 0)) == pytest.approx(72.0)
+    for _ in range(200):
+        learnt.observe((2, 0), (6, 0), 48.0)
+    assert learnt.step_s((2, 0), (6, 0)) == pytest.approx(48.0)
+    assert learnt.step_s((2, 0)) == pytest.approx(24.0)
+
+
+def test_a_process_that_was_stopped_counts_as_four_times_as_slow_once() -> None:
+    learnt = times()
+    learnt.observe((2, 0), (0, 0), 1e6)
+    assert learnt.step_s((2, 0)) == pytest.approx(1.3 * 12.0)
+    for _ in range(500):
+        learnt.observe((2, 0), (6, 0), 0.0)
+    assert learnt.draft_scale == 0.25, "no row is free"
+
+
+class Clock:
+    """Each look at it takes what the last step should."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now, self.step_s = 0.0, step_s
+
+    def __call__(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+
+def test_steps_are_timed_and_leave_the_cache_empty(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "model")
+    runner = load_runner(folder, kv_cache_bytes=2**20, block_size=4)
+    timed = time_rows(runner, 12)
+    assert timed.rows == (1, 2, 4, 8, 12)
+    assert list(timed.seconds) == sorted(timed.seconds)
+    assert timed.seconds[0] > 0
+    assert timed.token_s >= 0
+    assert not runner.cache.blocks.any()
+    slow = time_rows(runner, 12, Clock(1.0))
+    assert slow.rows == (1,), "a step that takes as long as the measurement may is the only one"
+    small = load_runner(folder, kv_cache_bytes=runner.layout.block_bytes, block_size=4)
+    assert time_rows(small, 3).rows == (1, 2, 3), "one block is enough"

@@ -1,0 +1,212 @@
+"""How many tokens are drafted, of which sequences."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from decode_bench import BLOCK_SIZE, EAGER, Bench, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.contract.messages.gateway import Suspicion
+from common.contract.sampling import SamplingParams
+from common.contract.tiers import Tier
+from common.runtime.config import MAX_DRAFT_TOKENS
+from common.scheduling.row_times import RowTimes
+from decode_worker.request import ChoiceStage, DecodeChoice
+from decode_worker.speculation import Speculation, rows_of
+from decode_worker.view import DecodeTotals
+
+FREE = RowTimes(rows=(1, 1000), seconds=(1.0, 1.01))
+DEAR = RowTimes(rows=(1,), seconds=(1.0,))
+
+
+def speculating(times: RowTimes = FREE, num_blocks: int = 64, **policy: Any) -> tuple[Bench, Speculation]:
+    bench = Bench(num_blocks, memory_reserve=EAGER, **{"token_budget": 1024, **policy})
+    speculation = bench.scheduler.speculation = Speculation(bench.policy, times)
+    return bench, speculation
+
+
+def running(bench: Bench, name: str, text: list[int], max_tokens: int = 100) -> DecodeChoice:
+    """A sequence that has joined the batch; its first token is 99."""
+    [choice] = bench.enter(request(name, text, max_tokens=max_tokens))
+    return choice
+
+
+REPEATING = [1, 2, 3, 99, 5, 6] * 2 + [1, 2, 3]
+"""After which, and 99, comes 5."""
+
+
+def test_what_followed_before_is_drafted() -> None:
+    bench, _ = speculating()
+    choice = running(bench, "repeating", REPEATING)
+    plain = running(bench, "plain", [11, 12, 13, 14])
+    step = bench.begin_step()
+    assert step.decodes == [choice, plain]
+    # The chance of a token is a half at first, and what has a chance below a tenth is not drafted.
+    assert step.drafts == {choice: [5, 6, 1]}
+
+
+def test_nothing_is_drafted_that_costs_more_than_it_brings() -> None:
+    bench, speculation = speculating(DEAR)
+    running(bench, "repeating", REPEATING)
+    assert bench.begin_step().drafts == {}
+    assert not speculation.would_draft(bench.scheduler.batch.running())
+
+
+@pytest.mark.parametrize(("max_tokens", "draft"), [(2, []), (3, [5]), (4, [5, 6]), (9, [5, 6, 1])])
+def test_nothing_is_drafted_beyond_the_end(max_tokens: int, draft: list[int]) -> None:
+    """The last token of a sequence is sampled after the drafted ones."""
+    bench, _ = speculating()
+    choice = running(bench, "repeating", REPEATING, max_tokens)
+    assert bench.begin_step().drafts.get(choice, []) == draft
+
+
+def test_a_number_that_is_set_holds() -> None:
+    bench, speculation = speculating(DEAR, draft_tokens=7)
+    one, other = running(bench, "one", REPEATING), running(bench, "other", REPEATING, 4)
+    running(bench, "plain", [11, 12, 13])
+    step = bench.begin_step()
+    assert step.drafts == {one: [5, 6, 1, 2, 3, 99, 5], other: [5, 6]}
+    assert sum(speculation._nums(step.decodes, 4).values()) == 4, "the budget holds, too"
+
+
+def test_drafts_take_free_blocks_and_nobody_elses() -> None:
+    """They leave those that the next tokens of all need, and are cut to what there is."""
+    bench, _ = speculating(draft_tokens=9)
+    choice = running(bench, "repeating", REPEATING[1:])
+    growing = running(bench, "growing", [11] * (BLOCK_SIZE - 2))
+    assert choice.sequence.num_tokens == 4 * BLOCK_SIZE - 1
+    held = bench.pool.allocate(bench.pool.num_free - 1)
+    assert bench.begin_step().drafts == {choice: [5, 6, 1, 2, 3]}, "a slot, and the one free block"
+    assert bench.pool.num_free == 0
+    assert len(choice.sequence.block_table) == 5
+    assert growing.stage is ChoiceStage.RUNNING
+    bench.pool.release(held)
+
+
+def test_the_block_that_another_needs_next_is_not_taken() -> None:
+    bench, _ = speculating(draft_tokens=9)
+    choice = running(bench, "repeating", REPEATING)
+    growing = running(bench, "growing", [11] * (BLOCK_SIZE - 1))
+    bench.pool.allocate(bench.pool.num_free - 1)
+    assert bench.begin_step().drafts == {}
+    assert [choice.stage, growing.stage] == [ChoiceStage.RUNNING] * 2
+    assert bench.pool.num_free == 1
+
+
+def test_without_leave_nothing_is_drafted() -> None:
+    bench, _ = speculating()
+    choice = running(bench, "repeating", REPEATING)
+    assert bench.scheduler.schedule(0.0, may_draft=False).drafts == {}
+    first = bench.scheduler.schedule(0.0, may_draft=False)
+    assert not bench.scheduler.may_run_ahead(first), "the next step would draft"
+    assert bench.scheduler.schedule(0.0, first).drafts == {}, "nobody knows after which token"
+    suspect = request("suspect", 5)
+    suspect.work = replace(suspect.work, suspicion=Suspicion.GROUP)
+    bench.enter(suspect)
+    assert bench.scheduler.schedule(0.0).drafts == {}, "a suspect is on trial"
+    bench.forget(suspect)
+    assert bench.scheduler.schedule(0.0).drafts == {choice: [5, 6, 1]}
+
+
+def test_no_step_runs_ahead_of_one_with_drafts_and_of_others_as_before() -> None:
+    bench, _ = speculating()
+    choice = running(bench, "repeating", REPEATING)
+    step = bench.begin_step()
+    assert step.drafts
+    assert not bench.scheduler.may_run_ahead(step)
+    bench.end_step(step)
+    bench.forget(choice.request)
+    running(bench, "plain", [11, 12, 13, 14])
+    assert bench.scheduler.may_run_ahead(bench.begin_step())
+
+
+def test_nothing_is_drafted_within_a_grammar() -> None:
+    """Which tokens may follow a drafted one is not known in time."""
+    bench, _ = speculating()
+    choice = running(bench, "grammar", REPEATING)
+    choice.sequence.sampling = SamplingParams(max_tokens=100, grammar="start: /a*/")
+    assert bench.begin_step().drafts == {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=3),
+    st.lists(st.floats(0.01, 0.5), min_size=1, max_size=5),
+    st.integers(0, 3),
+)
+def test_the_drafts_yield_the_most_tokens_per_second(chances: list[float], more: list[float], num_plain: int) -> None:
+    """Of all numbers of tokens of all sequences, unless less than 3 % is gained."""
+    seconds = list(itertools.accumulate([1.0, *more]))
+    times = RowTimes(rows=tuple(range(1, len(seconds) + 1)), seconds=tuple(seconds), token_s=1e-3)
+    bench, speculation = speculating(times)
+    drafted = [running(bench, f"drafted {index}", REPEATING) for index in range(len(chances))]
+    for index in range(num_plain):
+        running(bench, f"plain {index}", [20 + index] * 2)
+    decodes = [*drafted, *(choice for choice in bench.scheduler.batch.ready() if choice not in drafted)]
+    for choice, chance in zip(drafted, chances, strict=True):
+        speculation._lookup(choice).acceptance = chance
+    plain = rows_of(decodes)
+
+    def rate(nums: dict[DecodeChoice, int]) -> float:
+        yielded = len(decodes) + sum(
+            chance**place
+            for choice, chance in zip(drafted, chances, strict=True)
+            for place in range(1, nums.get(choice, 0) + 1)
+        )
+        drafts = sum(nums.values()), sum(choice.sequence.num_tokens * num for choice, num in nums.items())
+        return yielded / times.step_s(plain, drafts)
+
+    found = speculation._nums(decodes, 1000)
+    assert all(0 < num <= MAX_DRAFT_TOKENS for num in found.values())
+    every = itertools.product(range(6), repeat=len(drafted))
+    best = max(rate(dict(zip(drafted, nums, strict=True))) for nums in every)
+    least = 1.03 * rate({}) if found else 0.0
+    # What has a chance below a tenth is left out, though it may pay where rows cost less than that.
+    assert rate(found) >= least
+    assert rate(found) >= min(0.9 * best, best / 1.03) or best <= 1.03 * rate({})
+
+
+def test_several_tokens_of_a_step_count_as_so_many_steps() -> None:
+    """Of what is forecast, of what the tenant pays, and of when a block is due and the end is."""
+    drafting, _ = speculating(draft_tokens=3)
+    plain = Bench(64, memory_reserve=EAGER, token_budget=1024)
+    seen = []
+    for bench in (drafting, plain):
+        [choice] = bench.enter(request("repeating", REPEATING, max_tokens=30, tenant="a"))
+        bench.enter(request("other", [11, 12, 13], max_tokens=2, tenant="b"))
+        drafted = bench.step().drafts
+        for _ in range(3):
+            if drafted:
+                bench._advance(choice, ())
+            else:
+                bench.step()
+        if drafted:
+            bench.scheduler.sequences.advanced(choice, 3)
+            bench.check()
+        bench.begin_step()
+        scheduler, batch = bench.scheduler, bench.scheduler.batch
+        seen.append(
+            {
+                "tokens": choice.sequence.num_tokens,
+                "service": scheduler.entrance.waiting.counter(Tier.STANDARD, "a"),
+                "forecast": scheduler.num_expected,
+                "expected to end in": scheduler._admission._expected_ends[choice] - batch.step,
+                "needs a block in": batch._due[choice] - batch.step,
+                "ends in": batch._ends[choice] - batch.step,
+            }
+        )
+    assert seen[0] == seen[1]
+    assert seen[0]["tokens"] == len(REPEATING) + 5
+    assert seen[0]["service"] == 8.0
+
+
+def test_what_became_of_drafts_is_counted() -> None:
+    totals = DecodeTotals()
+    totals.verified(3, 2)
+    totals.verified(5, 0)
+    assert (totals.drafts, totals.drafted, totals.accepted_at[:3]) == (2, 8, [1, 1, 0])
