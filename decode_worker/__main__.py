@@ -14,6 +14,7 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
     from common.engine.engine import Engine, device_of
     from common.worker.start import start_worker
     from decode_worker.core import DecodeCore
+    from decode_worker.speculation import most_drafted
 
     decided = settings.on(device_of(settings))
     engine = await Engine.load(
@@ -23,7 +24,7 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         step_tokens=decided.token_budget,
         swap_bytes=decided.swap_bytes,
         graph_seqs=decided.max_num_seqs,
-        timed_rows=0 if decided.speculation == "off" else 2 * decided.max_num_seqs,
+        timed_rows=0 if decided.speculation == "off" else decided.max_num_seqs + most_drafted(decided.max_num_seqs),
     )
     return await start_worker(decided, host, engine, lambda region: DecodeCore(decided, engine, region))
 

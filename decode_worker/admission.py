@@ -118,10 +118,10 @@ class Admission:
 
     def advanced(self, choice: DecodeChoice, num_tokens: int, step: int) -> None:
         """A running sequence got `num_tokens` more than one in `step`, the last one: it is expected to end sooner."""
-        end_step = self._expected_ends[choice] - num_tokens
+        end_step = max(self._expected_ends[choice] - num_tokens, step + 1)
         self._expected_ends.discard(choice)
-        self._expected_ends.put(max(end_step, step + 1), (choice,))
-        self._forecast.hurry(choice.key, num_tokens)
+        self._expected_ends.put(end_step, (choice,))
+        self._forecast.hurry(choice.key, num_tokens, end_step)
 
     def paused(self, choice: DecodeChoice, step: int, num_private: int) -> None:
         """A running sequence waits for a place again, and does not grow."""

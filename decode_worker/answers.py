@@ -37,8 +37,8 @@ class Answers:
         elif sequence.sampling.logprobs is not None:
             self._agenda.send(gateway, choice.tokens(choice.num_sent))
         else:
-            assert choice.num_sent == sequence.num_tokens - 1, sequence
-            self.step.add(gateway, choice.handle, choice.num_sent, sequence.token_ids[-1])
+            new = range(choice.num_sent, sequence.num_tokens)
+            self.step.add_all(gateway, (choice.handle,) * len(new), new, sequence.token_ids[choice.num_sent :])
         choice.num_sent = sequence.num_tokens
 
     def step_ended(self) -> None:

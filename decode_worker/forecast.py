@@ -86,10 +86,10 @@ class Forecast(Generic[K]):
         self.remove(key)
         self.hold(key, num_steps=num_steps, num_private=num_private)
 
-    def hurry(self, key: K, num_tokens: int) -> None:
-        """A growing sequence has grown by `num_tokens` more than one in a step: it ends sooner by as many steps."""
-        end_step = self._places[key][0]
-        self._insert(key, end_step - num_tokens, self._take(key) + num_tokens / self._block_size)
+    def hurry(self, key: K, num_tokens: int, end_step: int) -> None:
+        """A growing sequence has grown by `num_tokens` more than one in a step, and is expected to end at `end_step`
+        therefore."""
+        self._insert(key, end_step, self._take(key) + num_tokens / self._block_size)
 
     def postpone(self, key: K, end_step: int) -> None:
         """Move the expected end of a growing sequence to `end_step`."""

@@ -14,7 +14,9 @@ import numpy as np
 _BITS = 21
 """Bits of a token in a key. Three tokens fit into an int64."""
 _KEY = (1 << 3 * _BITS) - 1
-_OWN_WEIGHT, _COMMON_WEIGHT = 0.25, 0.02
+_MOST_TOKENS = 2**15
+"""Most tokens of a text that are read at its begin: the last ones. A token takes 100 bytes."""
+_OWN_WEIGHT, _COMMON_WEIGHT = 0.15, 0.02
 """Weights of the last expected token in how often those of a text, and those of all texts, were right."""
 
 
@@ -36,15 +38,16 @@ class Lookup:
         self._common = common
         self.acceptance = common.acceptance
         """Recent share of expected tokens that came, between 0 and 1."""
-        text = np.array(token_ids, np.int64)
+        start = max(0, len(token_ids) - _MOST_TOKENS)
+        text = np.array(token_ids[start:], np.int64)
         keys = text.copy()
         keys[1:] |= text[:-1] << _BITS
         keys[2:] |= text[:-2] << 2 * _BITS
         *earlier, self._key = (keys & _KEY).tolist()
-        self._index: dict[int, int] = dict(zip(earlier, range(1, len(text)), strict=True))
+        self._index: dict[int, int] = dict(zip(earlier, range(start + 1, len(token_ids)), strict=True))
         """Key of three tokens in a row → index of the token after their last occurrence."""
-        self._num_read = len(text)
-        self._place = self._enter(len(text))
+        self._num_read = len(token_ids)
+        self._place = self._enter(len(token_ids))
         """Index of the token that is expected to come next, once more; None if nothing is expected."""
 
     @property

@@ -1,8 +1,8 @@
 """Decides which sequences decode in the next step, and finds those that need a block before it.
 
-Every running sequence advances by one token a step. So, when a sequence gets a block, the step before which it needs
-another one is known; and when it joins, the step that computes its last token, if nothing ends it before. Calendars map
-these steps to the sequences; the others cost nothing.
+Every running sequence advances by one token a step, unless drafted tokens of it are right. So, when a sequence gets a
+block, the step before which it needs another one is known; and when it joins, the step that computes its last token,
+if nothing ends it before. Calendars map these steps to the sequences; the others cost nothing.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class RunningBatch:
         """These were due, and have got no block: they do not take part in this step."""
         self._due.put(self.step + 1, choices)
 
-    def advanced(self, choice: DecodeChoice) -> None:
-        """A running sequence got more than one token in the last step: it needs a block, and ends, sooner."""
+    def drafted(self, choice: DecodeChoice) -> None:
+        """A draft of a running sequence was verified by the last step: when it needs a block, and ends, has changed."""
         self._due.discard(choice)
         self._ends.discard(choice)
         num_left = len(choice.sequence.block_table) * self._block_size - self._num_tokens(choice)

@@ -1,14 +1,15 @@
 """Continuous batching under memory pressure: decides which sequences run, which requests are admitted, and which
 sequences give up their blocks.
 
-Every step computes one token of every running sequence. Sequences that end leave at once; sequences whose KV is valid
-join at the next step. A request is admitted by a forecast of the blocks that all sequences will need, not by the worst
-case, so the cache is kept full. If the forecast was wrong, the newest sequence of the lowest tier gives up its blocks:
-they are swapped to host memory, or dropped and computed again, whichever costs less time. It comes back before another
-request of its tier is admitted. A reservation of which nothing was read yet is taken back in the same way.
+Every step computes one token of every running sequence, and verifies drafted tokens of some. Sequences that end leave
+at once; sequences whose KV is valid join at the next step. A request is admitted by a forecast of the blocks that all
+sequences will need, not by the worst case, so the cache is kept full. If the forecast was wrong, the newest sequence
+of the lowest tier gives up its blocks: they are swapped to host memory, or dropped and computed again, whichever
+costs less time. It comes back before another request of its tier is admitted. A reservation of which nothing was read
+yet is taken back in the same way.
 
-Pure state: it takes requests, finished steps and a time, and returns decisions. A step's cost depends on what changed,
-not on how many sequences run.
+Pure state: it takes requests, finished steps and a time, and returns decisions. Without drafts, a step's cost depends
+on what changed, not on how many sequences run.
 
 The life cycles of requests and of their choices are `REQUEST_TABLE` and `STAGE_TABLE` in `decode_worker.request`.
 """
@@ -168,11 +169,11 @@ class DecodeScheduler:
             step.decodes = list(filter(permitted, step.decodes))
         self._swap_in(step, joined)
         left = max(0, self._policy.token_budget - len(step.decodes))
-        if self.speculation is not None and may_draft and before is None and not self.trials:
-            step.drafts = self._with_room(self.speculation.plan(step.decodes, left))
-            left -= sum(map(len, step.drafts.values()))
         if len(self.prompts):
             step.chunks = self.prompts.plan(self.prompts.budget(step.decodes, left, now), now, permitted)
+            left -= sum(chunk.end - chunk.start for chunk in step.chunks)
+        if self.speculation is not None and may_draft and before is None and not self.trials:
+            step.drafts = self._with_room(self.speculation.plan(step.decodes, left))
         return step
 
     def may_run_ahead(self, step: Step) -> bool:
@@ -182,7 +183,8 @@ class DecodeScheduler:
         masked = self.batch.masked
         if not plain or self.trials or (masked and masked.intersection(step.decodes)):
             return False
-        return self.speculation is None or not self.speculation.would_draft(step.decodes)
+        has_room = self._num_spare > 0
+        return self.speculation is None or not (has_room and self.speculation.would_draft(step.decodes))
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
@@ -234,10 +236,15 @@ class DecodeScheduler:
             if choice in self.batch and choice.host_slots:
                 step.swap_ins += self.swap.swap_in(choice)
 
+    @property
+    def _num_spare(self) -> int:
+        """Free blocks beyond those that the next tokens of all need."""
+        return self._pool.num_free - self.batch.num_due_next - self.batch.num_ready
+
     def _with_room(self, drafts: dict[DecodeChoice, list[int]]) -> dict[DecodeChoice, list[int]]:
         """The drafts, as far as there are blocks for them: those that the sequences have, and free ones beyond what the
         next tokens of all need."""
-        num_free = self._pool.num_free - self.batch.num_due_next - self.batch.num_ready
+        num_free = self._num_spare
         for choice, draft in drafts.items():
             num_tokens, table = choice.sequence.num_tokens, choice.sequence.block_table
             num_lacking = self._policy.blocks_for(num_tokens + len(draft)) - len(table)

@@ -130,14 +130,20 @@ class Sequences:
         self._admission.look_again(self._batch.step)
         return joined
 
-    def advanced(self, choice: DecodeChoice, num_tokens: int) -> None:
-        """A sequence got `num_tokens` more than one in the last step. Its tenant pays for them, too: the flow covers
-        one."""
-        work = choice.request.work
-        self._entrance.waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE * num_tokens)
-        if choice in self._batch:
-            self._batch.advanced(choice)
-            self._admission.advanced(choice, num_tokens, self._batch.step)
+    def drafted(self, choice: DecodeChoice, num_right: int) -> None:
+        """A draft of the sequence was verified by the last step, which gave it `num_right` tokens more than one. Its
+        tenant pays for them, too: the flow covers one. Blocks that only wrong tokens needed are given back."""
+        work, sequence = choice.request.work, choice.sequence
+        self._entrance.waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE * num_right)
+        if choice not in self._batch:
+            return
+        num_kept = self._policy.blocks_for(sequence.num_tokens)
+        if num_kept < len(sequence.block_table):
+            self._pool.release(sequence.block_table[num_kept:])
+            sequence.block_table = sequence.block_table[:num_kept]
+        self._batch.drafted(choice)
+        if num_right:
+            self._admission.advanced(choice, num_right, self._batch.step)
 
     def name_running(self) -> None:
         """Enter the full blocks of running sequences into the prefix cache."""
@@ -174,6 +180,7 @@ class Sequences:
         return blocks
 
     def _ended(self, choice: DecodeChoice) -> None:
+        choice.lookup = None
         choice.enter(StageEvent.END)
         self._entrance.mask_known(choice)
 

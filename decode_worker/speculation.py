@@ -24,6 +24,10 @@ from decode_worker.step import Step
 
 _LOG_LEAST_CHANCE = math.log(0.1)
 """Logarithm of the least chance of a token that is drafted."""
+_MOST_DRAFTING = 32
+"""Most steps with drafts one after another. What the next one takes is what theirs are compared with."""
+_MOST_NEW = 4
+"""Most sequences whose text is read for the first time in a step: that takes some 100 ns a token."""
 _MARGIN = 1.03
 """Ratio by which drafts must raise the tokens per second: estimates vary, and drafts cost some work beside steps."""
 
@@ -35,15 +39,23 @@ class Speculation:
         self._policy = policy
         self._times = times
         self._common = CommonAcceptance()
+        self._num_drafting = 0
+        """Steps with drafts since the last one without."""
 
     def plan(self, decodes: Sequence[DecodeChoice], most: int) -> dict[DecodeChoice, list[int]]:
         """Tokens to be verified in the next step of `decodes`, at most `most` in all. No step may be in flight."""
-        return {choice: self._lookup(choice).propose(num) for choice, num in self._nums(decodes, most).items()}
+        if self._num_drafting == _MOST_DRAFTING and not self._policy.draft_tokens:
+            self._num_drafting = 0
+            return {}
+        nums = self._nums(decodes, min(most, most_drafted(self._policy.max_num_seqs)), num_ahead=0)
+        self._num_drafting = self._num_drafting + 1 if nums else 0
+        return {choice: self._lookup(choice).propose(num) for choice, num in nums.items()}
 
     def would_draft(self, decodes: Sequence[DecodeChoice]) -> bool:
         """Whether drafts would pay in the step after the one that computes the next token of `decodes`, if those are
         what is expected."""
-        return bool(self._nums(decodes, MAX_DRAFT_TOKENS * len(decodes)))
+        most = min(self._policy.token_budget - len(decodes), most_drafted(self._policy.max_num_seqs))
+        return bool(self._nums(decodes, most, num_ahead=1))
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn from what a step took that did nothing but decode."""
@@ -54,27 +66,31 @@ class Speculation:
         if step.decodes:
             self._times.observe(rows_of(step.decodes), drafts, seconds)
 
-    def _nums(self, decodes: Sequence[DecodeChoice], most: int) -> dict[DecodeChoice, int]:
-        """How many tokens are drafted of each sequence, in the order of `decodes`; no zeros."""
+    def _nums(self, decodes: Sequence[DecodeChoice], most: int, num_ahead: int) -> dict[DecodeChoice, int]:
+        """How many tokens are drafted of each sequence, in the order of `decodes`; no zeros. The next `num_ahead`
+        tokens are being computed already."""
         if not decodes or most <= 0:
             return {}
         plain = rows_of(decodes)
         # A token that is drafted must bring at least its share of the step's tokens.
         least = 0.0 if self._policy.draft_tokens else len(decodes) * self._times.least_share(plain[0], most)
-        chances = []
+        if least >= 1:
+            return {}
+        chances, num_new = [], 0
         for choice in decodes:
-            if choice.sequence.sampling.grammar is None:
+            num_new += choice.lookup is None
+            if choice.sequence.sampling.grammar is None and (choice.lookup is not None or num_new <= _MOST_NEW):
                 lookup = self._lookup(choice)
                 if lookup.expects and lookup.acceptance > least:
-                    chances += self._chances(choice, lookup.acceptance)
+                    chances += self._chances(choice, lookup.acceptance, num_ahead)
         if not chances:
             return {}
         nums = self._best(plain, sorted(chances, key=_chance, reverse=True)[:most])
         return {choice: nums[choice] for choice in decodes if choice in nums} if nums else {}
 
-    def _chances(self, choice: DecodeChoice, acceptance: float) -> list[tuple[float, DecodeChoice]]:
+    def _chances(self, choice: DecodeChoice, acceptance: float, num_ahead: int) -> list[tuple[float, DecodeChoice]]:
         """The chance of each of the next tokens that it comes as expected; without those that hardly will."""
-        num = min(self._policy.draft_tokens or MAX_DRAFT_TOKENS, self._num_left(choice) - 1)
+        num = min(self._policy.draft_tokens or MAX_DRAFT_TOKENS, self._num_left(choice) - 1 - num_ahead)
         if not self._policy.draft_tokens:
             num = min(num, int(_LOG_LEAST_CHANCE / min(math.log(max(acceptance, 1e-9)), -1e-9)))
         return [(acceptance**place, choice) for place in range(1, num + 1)]
@@ -107,6 +123,11 @@ class Speculation:
         sequence = choice.sequence
         most = min(sequence.prompt_len + sequence.sampling.max_tokens, self._policy.max_sequence_tokens)
         return most - sequence.num_tokens
+
+
+def most_drafted(max_num_seqs: int) -> int:
+    """Most drafted tokens of a step: as many as a full batch has, or those of one sequence. Each has logits."""
+    return max(max_num_seqs, MAX_DRAFT_TOKENS)
 
 
 def rows_of(decodes: Sequence[DecodeChoice]) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class StepReport:
     def add_all(
         self, gateway: Incarnation, handles: Sequence[Handle], positions: Sequence[int], token_ids: Sequence[int]
     ) -> None:
-        """Add a token of each of some sequences of one gateway, as `add` does."""
+        """Add tokens of some sequences of one gateway, as `add` does."""
         columns = self._by_gateway.get(gateway)
         if columns is None:
             columns = self._by_gateway[gateway] = _Columns()

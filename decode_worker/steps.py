@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from common.engine.batch import Chosen, InvalidLogitsError, Sampled, Scored
+from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Scored
 from common.engine.block_pool import BlockPool
 from common.engine.model_config import ModelConfig
 from common.engine.prompt import first_tokens
@@ -126,24 +126,12 @@ class DecodeSteps:
         num_appended, others = decoding.append(chosen, self._answers.step)
         self._totals.generated += num_appended
         for index in others:
-            self._advance_all(step.decodes[index], decoding.outcomes(index, chosen), step)
+            choice = step.decodes[index]
+            if choice.stage is ChoiceStage.RUNNING:
+                self._advance(choice, decoding.outcomes(index, chosen), step.drafts.get(choice, ()))
         if self._scheduler.trials:
             for choice in step.decodes:
                 self._end_trial(choice.request)
-
-    def _advance_all(self, choice: DecodeChoice, outcomes: Iterable[Sampled], step: Step) -> None:
-        """Append a step's tokens to a sequence: one, and one more for each drafted token that was right."""
-        before = choice.sequence.num_tokens
-        for outcome in outcomes:
-            if choice.stage is ChoiceStage.RUNNING:
-                self._advance(choice, outcome)
-        draft = step.drafts.get(choice)
-        if draft is None:
-            return
-        num_right = max(0, choice.sequence.num_tokens - before - 1)
-        self._totals.verified(len(draft), num_right)
-        if num_right:
-            self._scheduler.sequences.advanced(choice, num_right)
 
     def _end_trial(self, request: DecodeRequest) -> None:
         """End the trial of a request that has shown, by enough tokens, that it does no harm."""
@@ -176,7 +164,7 @@ class DecodeSteps:
             if choice.stage is not ChoiceStage.RECOMPUTING:
                 return  # the request has just failed by another choice
             self._scheduler.sequences.recomputed(choice, self._agenda.now)
-            self._advance(choice, outcomes[0])
+            self._advance(choice, outcomes)
             return
         try:
             tokens = first_tokens(request.work, outcomes, self._config.eos_token_ids, self._config.max_sequence_tokens)
@@ -192,11 +180,33 @@ class DecodeSteps:
             self._book.ask_mask(choice)
         self._book.finish_if_ended(request)
 
-    def _advance(self, choice: DecodeChoice, outcome: Sampled) -> None:
-        """Append the sampled token to a sequence whose tokens all have their KV."""
-        if isinstance(outcome, InvalidLogitsError):
-            self._book.fail(choice.request, outcome.cause, str(outcome))
-            return
+    def _advance(self, choice: DecodeChoice, outcomes: Iterable[Sampled], draft: Sequence[int] = ()) -> None:
+        """Append what was sampled to a sequence whose tokens all have their KV: a token, and one more for each token of
+        the draft that was right. Tokens after the last one of the sequence do not count."""
+        request, before = choice.request, choice.sequence.num_tokens
+        for outcome in outcomes:
+            if isinstance(outcome, InvalidLogitsError):
+                self._book.fail(request, outcome.cause, str(outcome))
+                return
+            self._append(choice, outcome)
+            if choice.finish_reason is not None:
+                break
+        num_new = choice.sequence.num_tokens - before
+        self._totals.generated += num_new
+        self._answers.tokens(choice)
+        if draft:
+            self._totals.verified(len(draft), num_new - 1)
+            self._scheduler.sequences.drafted(choice, num_new - 1)
+        self._end_trial(request)
+        if choice.finish_reason is not None:
+            self._totals.sequence_ended(self._agenda.now - choice.began)
+            self._scheduler.sequences.remove(choice)
+            self._book.finish_if_ended(request)
+        if choice.sequence.grammar_state is not None:
+            self._book.ask_mask(choice)
+
+    def _append(self, choice: DecodeChoice, outcome: SampledToken) -> None:
+        """Append a token, and note if the sequence ends with it."""
         sequence = choice.sequence
         sequence.num_computed = len(sequence.token_ids)
         num_tokens = sequence.num_computed + 1
@@ -209,13 +219,3 @@ class DecodeSteps:
             self._config.max_sequence_tokens,
         )
         choice.append(outcome.token_id, outcome.logprobs, reason)
-        self._totals.generated += 1
-        self._answers.tokens(choice)
-        request = choice.request
-        self._end_trial(request)
-        if reason is not None:
-            self._totals.sequence_ended(self._agenda.now - choice.began)
-            self._scheduler.sequences.remove(choice)
-            self._book.finish_if_ended(request)
-        if sequence.grammar_state is not None:
-            self._book.ask_mask(choice)

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 
 _WEIGHT = 0.1
 """Weight of an observation."""
-_MOST_SCALE = 4.0
-"""Greatest factor, and the inverse of the least one, by which observations correct what was measured."""
+_FORGETTING = 0.01
+"""Part of what was learnt of drafts that a step without drafts makes forgotten: if it says that drafts do not pay,
+nothing else would ever correct it."""
+_MOST_SCALE, _MOST_DRAFT_SCALE = 4.0, 16.0
+"""Greatest factors, and the inverses of the least ones, by which observations correct what was measured: of a step, and
+of what drafts add to it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,23 +45,25 @@ class RowTimes:
         return self.draft_scale * min((self._measured_s(num_rows + num, 0) / base_s - 1) / num for num in further)
 
     def observe(self, plain: tuple[int, int], drafts: tuple[int, int], seconds: float) -> None:
-        """Move the estimates towards what a step took that did nothing else. A step without drafts moves `scale`
-        alone, and one with drafts `draft_scale` alone."""
+        """Move the estimates towards what a step took that did nothing else. A step without drafts moves `scale`, and
+        one with drafts `draft_scale`."""
         base_s = self._measured_s(*plain)
         if not drafts[0]:
-            self.scale = _moved(self.scale, seconds / base_s)
+            self.scale = _moved(self.scale, seconds / base_s, _MOST_SCALE)
+            self.draft_scale += _FORGETTING * (1 - self.draft_scale)
             return
         more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
         if more_s > 0:
-            self.draft_scale = _moved(self.draft_scale, (seconds / self.scale - base_s) / more_s)
+            self.draft_scale = _moved(self.draft_scale, (seconds / self.scale - base_s) / more_s, _MOST_DRAFT_SCALE)
 
     def _measured_s(self, num_rows: int, num_tokens: int) -> float:
-        """By the line between the measured numbers of rows on both sides; beyond the largest, by that through the
-        origin."""
+        """By the line between the measured numbers of rows on both sides; beyond the largest, by that through the last
+        two, or through the origin if there is but one."""
         rows, seconds = self.rows, self.seconds
         index = bisect_left(rows, num_rows)
         if index == len(rows):
-            of_rows = seconds[-1] * num_rows / rows[-1]
+            row_s = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2]) if index > 1 else seconds[-1] / rows[-1]
+            of_rows = seconds[-1] + (num_rows - rows[-1]) * row_s
         elif index == 0 or rows[index] == num_rows:
             of_rows = seconds[index]
         else:
@@ -66,6 +72,5 @@ class RowTimes:
         return of_rows + self.token_s * num_tokens
 
 
-def _moved(scale: float, seen: float) -> float:
-    moved = scale + _WEIGHT * (min(seen, _MOST_SCALE) - scale)
-    return min(max(moved, 1 / _MOST_SCALE), _MOST_SCALE)
+def _moved(scale: float, seen: float, most: float) -> float:
+    return scale + _WEIGHT * (min(max(seen, 1 / most), most) - scale)

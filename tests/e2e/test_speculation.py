@@ -67,6 +67,7 @@ async def test_drafts_change_nothing_that_clients_see(main_pool: Workers, pool: 
             for index, each in zip(order, got, strict=True):
                 assert (each.tokens, each.reasons) == (expected[index].tokens, expected[index].reasons), index
                 assert logprobs_of(each) == pytest.approx(logprobs_of(expected[index]), abs=1e-4), index
+        assert dispatcher.num_gaps == 0, "a token overtook those before it"
     drafted = sum(worker.metric("vllm:spec_decode_num_draft_tokens_total") for worker in drafting.decode)
     right = sum(worker.metric("vllm:spec_decode_num_accepted_tokens_total") for worker in drafting.decode)
     assert 200 < right < drafted - 200, "tokens were drafted that were right, and some that were wrong"

@@ -443,10 +443,11 @@ class Traffic:
                     break
                 self.sample(choice)
                 num_right += 1
-            if num_right:
+            if choice in step.drafts:
                 assert self.drafts is not None
                 self.drafts.num_right += num_right
-                self.scheduler.sequences.advanced(choice, num_right)
+                self.scheduler.sequences.drafted(choice, num_right)
+                assert len(choice.sequence.block_table) <= self.policy.blocks_for(choice.sequence.num_tokens)
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last:
                 self.computed(chunk.prompt)

@@ -82,8 +82,9 @@ class ForecastMachine(RuleBasedStateMachine):
         """It gets several tokens in one step."""
         key = data.draw(st.sampled_from(sorted(self.growing)))
         since, num_private, end = self.growing[key]
-        self.growing[key] = since, num_private + Fraction(num_tokens, self.block_size), end - num_tokens
-        self.forecast.hurry(key, num_tokens)
+        end = max(end - num_tokens, self.step + 1)
+        self.growing[key] = since, num_private + Fraction(num_tokens, self.block_size), end
+        self.forecast.hurry(key, num_tokens, end)
 
     @precondition(lambda self: self.growing)
     @rule(data=st.data(), num_private=st.integers(0, 20))

@@ -37,7 +37,7 @@ def test_it_expects_what_followed_the_last_three_tokens(first: list[int], rest: 
         place = places[index]
         if place is not None:
             right = [*first, *rest][place] == token
-            own, shared = own + 0.25 * (right - own), shared + 0.02 * (right - shared)
+            own, shared = own + 0.15 * (right - own), shared + 0.02 * (right - shared)
         text.append(token)
         if stops[index % len(stops)] < 5 or index == len(rest) - 1:
             lookup.read()

@@ -70,8 +70,8 @@ def test_a_number_that_is_set_holds() -> None:
     one, other = running(bench, "one", REPEATING), running(bench, "other", REPEATING, 4)
     running(bench, "plain", [11, 12, 13])
     step = bench.begin_step()
-    assert step.drafts == {one: [5, 6, 1, 2, 3, 99, 5], other: [5, 6]}
-    assert sum(speculation._nums(step.decodes, 4).values()) == 4, "the budget holds, too"
+    assert list(step.drafts.items()) == [(one, [5, 6, 1, 2, 3, 99, 5]), (other, [5, 6])]
+    assert sum(speculation._nums(step.decodes, 4, 0).values()) == 4, "the budget holds, too"
 
 
 def test_drafts_take_free_blocks_and_nobody_elses() -> None:
@@ -96,6 +96,57 @@ def test_the_block_that_another_needs_next_is_not_taken() -> None:
     assert bench.begin_step().drafts == {}
     assert [choice.stage, growing.stage] == [ChoiceStage.RUNNING] * 2
     assert bench.pool.num_free == 1
+
+
+def test_blocks_that_only_wrong_tokens_needed_are_given_back() -> None:
+    bench, _ = speculating(draft_tokens=9)
+    choice = running(bench, "repeating", REPEATING)
+    num_free = bench.pool.num_free
+    step = bench.begin_step()
+    assert len(choice.sequence.block_table) == 7
+    bench.end_step(step)
+    before = choice.sequence.block_table
+    bench.scheduler.sequences.drafted(choice, 0)
+    bench.check()
+    assert len(choice.sequence.block_table) == 5, "17 tokens"
+    assert choice.sequence.block_table is not before, "who keeps a copy notices"
+    assert bench.pool.num_free == num_free - 1
+    assert bench.begin_step().decodes == [choice]
+
+
+def test_prompts_come_first() -> None:
+    """However much the drafts would bring."""
+    bench, _ = speculating(draft_tokens=9, token_budget=12)
+    choice = running(bench, "repeating", REPEATING)
+    bench.reserve(request("prompt", 8, local=True))
+    step = bench.begin_step()
+    assert [chunk.end - chunk.start for chunk in step.chunks] == [8]
+    assert {each: len(draft) for each, draft in step.drafts.items()} == {choice: 3}
+
+
+def test_after_many_steps_with_drafts_comes_one_without() -> None:
+    _, speculation = bench_and = speculating()
+    choice = running(bench_and[0], "repeating", REPEATING)
+    drafted = [bool(speculation.plan([choice], 100)) for _ in range(70)]
+    assert [index for index, each in enumerate(drafted) if not each] == [32, 65]
+
+
+def test_few_texts_are_read_in_a_step() -> None:
+    bench, _ = speculating()
+    for index in range(6):
+        running(bench, f"repeating {index}", REPEATING)
+    first, second = bench.scheduler.schedule(0.0), bench.scheduler.schedule(0.0)
+    assert len(first.decodes) == 6
+    assert (len(first.drafts), len(second.drafts)) == (4, 6)
+
+
+def test_without_room_for_drafts_steps_run_ahead() -> None:
+    bench, _ = speculating()
+    running(bench, "repeating", REPEATING)
+    step = bench.scheduler.schedule(0.0, may_draft=False)
+    assert not bench.scheduler.may_run_ahead(step)
+    bench.pool.allocate(bench.pool.num_free)
+    assert bench.scheduler.may_run_ahead(step)
 
 
 def test_without_leave_nothing_is_drafted() -> None:
@@ -161,7 +212,7 @@ def test_the_drafts_yield_the_most_tokens_per_second(chances: list[float], more:
         drafts = sum(nums.values()), sum(choice.sequence.num_tokens * num for choice, num in nums.items())
         return yielded / times.step_s(plain, drafts)
 
-    found = speculation._nums(decodes, 1000)
+    found = speculation._nums(decodes, 1000, 0)
     assert all(0 < num <= MAX_DRAFT_TOKENS for num in found.values())
     every = itertools.product(range(6), repeat=len(drafted))
     best = max(rate(dict(zip(drafted, nums, strict=True))) for nums in every)
@@ -186,7 +237,7 @@ def test_several_tokens_of_a_step_count_as_so_many_steps() -> None:
             else:
                 bench.step()
         if drafted:
-            bench.scheduler.sequences.advanced(choice, 3)
+            bench.scheduler.sequences.drafted(choice, 3)
             bench.check()
         bench.begin_step()
         scheduler, batch = bench.scheduler, bench.scheduler.batch

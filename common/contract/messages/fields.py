@@ -18,7 +18,7 @@ MAX_TOKENS = 2**20
 MAX_TOLD_TOKENS = 2**11
 """Most tokens in one message: each token may carry log probabilities."""
 MAX_STEP_TOKENS = 2**16
-"""Most sequences in one `StepTokens`."""
+"""Most tokens in one `StepTokens`."""
 LEAST_LOGPROB = -9999.0
 """The log probability that is reported for a token that cannot occur."""
 MAX_PREFIX_BLOCKS = 2**16

@@ -74,8 +74,8 @@ class Tokens(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens(Message):
-    """The tokens of one step, one for each sequence, as columns: sequences of one gateway that go on, and of whose
-    tokens nothing else is to be told. All other tokens travel as `Tokens`."""
+    """The tokens of one step, as columns: of sequences of one gateway that go on, and of whose tokens nothing else is
+    to be told. A sequence has one, or several in order. All other tokens travel as `Tokens`."""
 
     handles: Annotated[tuple[Handle, ...], packed_longs(1, MAX_STEP_TOKENS)]
     """The choice of each token, by the handle in its `Decode`."""
