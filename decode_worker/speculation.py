@@ -26,6 +26,8 @@ _LOG_LEAST_CHANCE = math.log(0.1)
 """Logarithm of the least chance of a token that is drafted."""
 _MOST_DRAFTING = 32
 """Most steps with drafts one after another. What the next one takes is what theirs are compared with."""
+_OBSERVED = 8
+"""One in so many steps without drafts is learnt from."""
 _MOST_NEW = 4
 """Most sequences whose text is read for the first time in a step: that takes some 100 ns a token."""
 _MARGIN = 1.03
@@ -41,6 +43,8 @@ class Speculation:
         self._common = CommonAcceptance()
         self._num_drafting = 0
         """Steps with drafts since the last one without."""
+        self._num_plain = _OBSERVED - 1
+        """Steps without drafts since the last one with some, or more; the first one after it counts."""
 
     def plan(self, decodes: Sequence[DecodeChoice], most: int) -> dict[DecodeChoice, list[int]]:
         """Tokens to be verified in the next step of `decodes`, at most `most` in all. No step may be in flight."""
@@ -58,31 +62,35 @@ class Speculation:
         return bool(self._nums(decodes, most, num_ahead=1))
 
     def observe(self, step: Step, seconds: float) -> None:
-        """Learn from what a step took that did nothing but decode."""
+        """Learn from what a step took that did nothing but decode: with drafts from each, else from some."""
+        self._num_plain = _OBSERVED - 1 if step.drafts else self._num_plain + 1
+        if not step.decodes or (not step.drafts and self._num_plain % _OBSERVED):
+            return
         drafts = (
             sum(map(len, step.drafts.values())),
             sum(c.sequence.num_tokens * len(d) for c, d in step.drafts.items()),
         )
-        if step.decodes:
-            self._times.observe(rows_of(step.decodes), drafts, seconds)
+        self._times.observe(rows_of(step.decodes), drafts, seconds)
 
     def _nums(self, decodes: Sequence[DecodeChoice], most: int, num_ahead: int) -> dict[DecodeChoice, int]:
         """How many tokens are drafted of each sequence, in the order of `decodes`; no zeros. The next `num_ahead`
         tokens are being computed already."""
-        if not decodes or most <= 0:
-            return {}
-        plain = rows_of(decodes)
-        # A token that is drafted must bring at least its share of the step's tokens.
-        least = 0.0 if self._policy.draft_tokens else len(decodes) * self._times.least_share(plain[0], most)
-        if least >= 1:
-            return {}
-        chances, num_new = [], 0
+        expecting, num_new = [], 0
         for choice in decodes:
             num_new += choice.lookup is None
             if choice.sequence.sampling.grammar is None and (choice.lookup is not None or num_new <= _MOST_NEW):
                 lookup = self._lookup(choice)
-                if lookup.expects and lookup.acceptance > least:
-                    chances += self._chances(choice, lookup.acceptance, num_ahead)
+                if lookup.expects:
+                    expecting.append((choice, lookup.acceptance))
+        if not expecting or most <= 0:  # the code behind this is cold in most steps, and takes ten times as long then
+            return {}
+        plain = rows_of(decodes)
+        # A token that is drafted must bring at least its share of the step's tokens.
+        least = 0.0 if self._policy.draft_tokens else len(decodes) * self._times.least_share(plain[0], most)
+        chances = []
+        for choice, acceptance in expecting:
+            if acceptance > least:
+                chances += self._chances(choice, acceptance, num_ahead)
         if not chances:
             return {}
         nums = self._best(plain, sorted(chances, key=_chance, reverse=True)[:most])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 _WEIGHT = 0.1
 """Weight of an observation."""
-_FORGETTING = 0.01
+_FORGETTING = 0.05
 """Part of what was learnt of drafts that a step without drafts makes forgotten: if it says that drafts do not pay,
 nothing else would ever correct it."""
 _MOST_SCALE, _MOST_DRAFT_SCALE = 4.0, 16.0

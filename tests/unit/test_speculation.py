@@ -18,6 +18,7 @@ from common.runtime.config import MAX_DRAFT_TOKENS
 from common.scheduling.row_times import RowTimes
 from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.speculation import Speculation, rows_of
+from decode_worker.step import Step
 from decode_worker.view import DecodeTotals
 
 FREE = RowTimes(rows=(1, 1000), seconds=(1.0, 1.01))
@@ -129,6 +130,20 @@ def test_after_many_steps_with_drafts_comes_one_without() -> None:
     choice = running(bench_and[0], "repeating", REPEATING)
     drafted = [bool(speculation.plan([choice], 100)) for _ in range(70)]
     assert [index for index, each in enumerate(drafted) if not each] == [32, 65]
+
+
+def test_steps_with_drafts_are_learnt_from_and_some_without() -> None:
+    """Among them the first one after one with drafts, which is what that is compared with."""
+    learnt = RowTimes(rows=(1, 1000), seconds=(1.0, 1.01))
+    bench, speculation = speculating(learnt)
+    choice = running(bench, "repeating", REPEATING)
+    plain, drafting = Step(decodes=[choice]), Step(decodes=[choice], drafts={choice: [5]})
+    seen = []
+    for step in [*[plain] * 17, drafting, plain, plain]:
+        before = learnt.scale, learnt.draft_scale
+        speculation.observe(step, 2.0)
+        seen.append((learnt.scale, learnt.draft_scale) != before)
+    assert [index for index, each in enumerate(seen) if each] == [0, 8, 16, 17, 18]
 
 
 def test_few_texts_are_read_in_a_step() -> None:
