@@ -77,8 +77,10 @@ class Speculation:
         tokens are being computed already."""
         expecting, num_new = [], 0
         for choice in decodes:
+            if choice.sequence.sampling.grammar is not None:
+                continue
             num_new += choice.lookup is None
-            if choice.sequence.sampling.grammar is None and (choice.lookup is not None or num_new <= _MOST_NEW):
+            if choice.lookup is not None or num_new <= _MOST_NEW:
                 lookup = self._lookup(choice)
                 if lookup.expects:
                     expecting.append((choice, lookup.acceptance))

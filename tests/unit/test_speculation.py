@@ -194,9 +194,12 @@ def test_no_step_runs_ahead_of_one_with_drafts_and_of_others_as_before() -> None
 def test_nothing_is_drafted_within_a_grammar() -> None:
     """Which tokens may follow a drafted one is not known in time."""
     bench, _ = speculating()
-    choice = running(bench, "grammar", REPEATING)
-    choice.sequence.sampling = SamplingParams(max_tokens=100, grammar="start: /a*/")
-    assert bench.begin_step().drafts == {}
+    for index in range(5):
+        choice = running(bench, f"grammar {index}", REPEATING)
+        choice.sequence.sampling = SamplingParams(max_tokens=100, grammar="start: /a*/")
+    assert bench.scheduler.schedule(0.0).drafts == {}
+    plain = running(bench, "plain", REPEATING)
+    assert list(bench.scheduler.schedule(0.0).drafts) == [plain], "the others do not take its turn to be read"
 
 
 @settings(max_examples=60, deadline=None)
