@@ -83,5 +83,6 @@ def test_steps_are_timed_and_leave_the_cache_empty(tmp_path: Path) -> None:
     slow = time_rows(runner, 12, Clock(1.0))
     assert slow.rows == (1,), "a step that takes as long as the measurement may is the only one"
     assert slow.step_s((3, 0)) == 3 * slow.step_s((1, 0)), "nothing else is known"
+    assert time_rows(runner, 12, Clock(0.05)).rows == (1, 2, 4, 8, 12), "each is run once"
     small = load_runner(folder, kv_cache_bytes=runner.layout.block_bytes, block_size=4)
     assert time_rows(small, 3).rows == (1, 2, 3), "one block is enough"
