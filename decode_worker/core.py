@@ -246,7 +246,7 @@ class DecodeCore:
         known = self.book.find(work.request)
         if known is not None:
             self.book.forget(known, "a newer attempt arrived")
-        objection = self.engine.runner.objection(work.token_ids, work.sampling)
+        objection = self.engine.runner.objection(work.token_ids, work.sampling, work.prediction)
         if work.moving and len(work.token_ids) == work.prompt_len:
             objection = "a sequence moves only when it runs"
         if objection is not None:

@@ -191,6 +191,10 @@ class DecodeChoice:
     """Whether another worker continues it."""
     lookup: Lookup | None = None
     """What is expected next of its text; None before it was first asked for."""
+    num_drafted: int = 0
+    """Tokens that were drafted of it."""
+    num_accepted: int = 0
+    """Drafted tokens that were right."""
     num_kept: int = 0
     """Leading blocks that were found in the prefix cache when it came back. They are not swapped in."""
 

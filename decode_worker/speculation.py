@@ -40,7 +40,7 @@ class Speculation:
     def __init__(self, policy: Policy, times: RowTimes) -> None:
         self._policy = policy
         self._times = times
-        self._common = CommonAcceptance()
+        self._of_texts, self._of_predictions = CommonAcceptance(0.5), CommonAcceptance(0.8)
         self._num_drafting = 0
         """Steps with drafts since the last one without."""
         self._num_plain = _OBSERVED - 1
@@ -123,7 +123,9 @@ class Speculation:
     def _lookup(self, choice: DecodeChoice) -> Lookup:
         """What is expected next in a sequence, of which every token was read."""
         if choice.lookup is None:
-            choice.lookup = Lookup(choice.sequence.token_ids, self._common)
+            sequence, prediction = choice.sequence, choice.request.work.prediction
+            common = self._of_predictions if prediction else self._of_texts
+            choice.lookup = Lookup(sequence.token_ids, common, sequence.prompt_len, prediction)
         else:
             choice.lookup.read()
         return choice.lookup

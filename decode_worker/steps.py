@@ -196,6 +196,8 @@ class DecodeSteps:
         self._answers.tokens(choice)
         if draft:
             self._totals.verified(len(draft), num_new - 1)
+            choice.num_drafted += len(draft)
+            choice.num_accepted += num_new - 1
             self._scheduler.sequences.drafted(choice, num_new - 1)
         self._end_trial(request)
         if choice.finish_reason is not None:

@@ -1,4 +1,5 @@
-"""Computes how long each stage of a choice took at this worker, from the times noted at its request and its pull."""
+"""Tells how long each stage of a choice took at this worker, by the times noted at its request and its pull; and what
+was drafted of it."""
 
 from __future__ import annotations
 
@@ -54,6 +55,8 @@ def _decode_times(choice: DecodeChoice, now: float) -> DecodeTimes | None:
             read_s=0.0,
             hidden_read_s=0.0,
             pull_bytes=0,
+            num_drafted=choice.num_drafted,
+            num_accepted=choice.num_accepted,
         )
     assert pull.told_at is not None, request.key
     assert pull.reserved_at is not None, request.key
@@ -71,4 +74,6 @@ def _decode_times(choice: DecodeChoice, now: float) -> DecodeTimes | None:
         read_s=pull.read_s + (0.0 if ahead is None else ahead.read_s),
         hidden_read_s=pull.hidden_read_s + (0.0 if ahead is None else ahead.read_s),
         pull_bytes=pull.num_bytes + (0 if ahead is None else ahead.num_bytes),
+        num_drafted=choice.num_drafted,
+        num_accepted=choice.num_accepted,
     )

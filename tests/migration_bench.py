@@ -109,7 +109,7 @@ class Engine:
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.runner = SimpleNamespace(
             config=SimpleNamespace(max_sequence_tokens=MAX_TOKENS, eos_token_ids=frozenset()),
-            objection=lambda token_ids, sampling: None,
+            objection=lambda token_ids, sampling, prediction=(): None,
             grammars=None,
             layout=SimpleNamespace(block_size=BLOCK_SIZE),
             cache=SimpleNamespace(num_blocks=num_blocks, device=SimpleNamespace(type="cpu")),

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from common.contract.errors import FingerprintMismatchError
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Version of the wire protocol; two processes of different versions refuse each other.
 
 History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; pulled prefixes.
@@ -17,7 +17,7 @@ History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode w
 5, logit biases and grammars. 6, heartbeats count tokens; timings of a request's stages.
 7, lists of token ids, block ids and names as bytes; suspects are tried in groups; requests that were admitted before
 are not refused because of the queue. 8, log probabilities of prompts. 9, KV heads outermost in a block.
-10, the tokens of a step as columns.
+10, the tokens of a step as columns. 11, predictions, and counts of drafted tokens.
 See docs/protocol.md.
 """
 

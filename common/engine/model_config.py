@@ -145,10 +145,11 @@ class ModelConfig:
             dtype=_dtype(stated, folder),
         )
 
-    def objection(self, token_ids: Sequence[int]) -> str | None:
-        """Why the model cannot continue `token_ids`; None if it can."""
-        if max(token_ids) >= self.vocab_size:
-            return f"token {max(token_ids)} is beyond the vocabulary of {self.vocab_size}"
+    def objection(self, token_ids: Sequence[int], prediction: Sequence[int] = ()) -> str | None:
+        """Why the model cannot continue `token_ids`, or verify `prediction` after them; None if it can."""
+        highest = max(max(token_ids), max(prediction, default=0))
+        if highest >= self.vocab_size:
+            return f"token {highest} is beyond the vocabulary of {self.vocab_size}"
         if len(token_ids) >= self.max_sequence_tokens:
             return f"{len(token_ids)} tokens leave no room in a context of {self.max_sequence_tokens}"
         return None

@@ -184,11 +184,13 @@ class ModelRunner:
         """The KV cache that `step` reads and writes."""
         return self._cache
 
-    def objection(self, token_ids: Sequence[int], sampling: SamplingParams) -> str | None:
-        """Why the model cannot continue `token_ids` with this sampling; None if it can."""
+    def objection(
+        self, token_ids: Sequence[int], sampling: SamplingParams, prediction: Sequence[int] = ()
+    ) -> str | None:
+        """Why the model cannot continue `token_ids` with this sampling, or verify `prediction`; None if it can."""
         if sampling.grammar is not None and self.grammars is None:
             return "there is no structured output: the model's tokenizer cannot be used"
-        return self.config.objection(token_ids)
+        return self.config.objection(token_ids, prediction)
 
     @property
     def num_host_blocks(self) -> int:

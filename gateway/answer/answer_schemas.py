@@ -61,8 +61,13 @@ class PromptDetails(_Answer):
 class CompletionDetails(_Answer):
     """Details of the generated tokens."""
 
-    reasoning_tokens: int
-    """Tokens up to the end of `</think>`, over all choices."""
+    reasoning_tokens: NotRequired[int]
+    """Tokens up to the end of `</think>`, over all choices; present if the model reasons."""
+    accepted_prediction_tokens: NotRequired[int]
+    """Tokens that were drafted, by the request's `prediction` or otherwise, and were right; present with `prediction`
+    and with `include_timings`."""
+    rejected_prediction_tokens: NotRequired[int]
+    """Tokens that were drafted and were wrong: no part of the answer, nor of `completion_tokens`."""
 
 
 class Usage(_Answer):
@@ -75,7 +80,7 @@ class Usage(_Answer):
     prompt_tokens_details: NotRequired[PromptDetails]
     """Present in the final usage, absent from the usage so far."""
     completion_tokens_details: NotRequired[CompletionDetails]
-    """Present in the final usage of a model that reasons."""
+    """Present in the final usage if it has any of its fields."""
     timings: NotRequired[AnswerTimings]
     """Present with `include_timings`."""
 

@@ -40,10 +40,12 @@ def usage_of(
     *,
     num_cached_tokens: int | None = None,
     num_reasoning_tokens: int | None = None,
+    num_drafted: tuple[int, int] | None = None,
     timings: answers.AnswerTimings | None = None,
 ) -> answers.Usage:
     """Token counts of a request. None leaves out prompt tokens that were not computed, completion tokens up to the end
-    of the reasoning, and where the request's time went."""
+    of the reasoning, drafted tokens (those that were right, and those that were wrong), and where the request's time
+    went."""
     usage: answers.Usage = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
@@ -51,8 +53,13 @@ def usage_of(
     }
     if num_cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": num_cached_tokens}
+    details: answers.CompletionDetails = {}
     if num_reasoning_tokens is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+        details["reasoning_tokens"] = num_reasoning_tokens
+    if num_drafted is not None:
+        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = num_drafted
+    if details:
+        usage["completion_tokens_details"] = details
     if timings is not None:
         usage["timings"] = timings
     return usage

@@ -24,7 +24,6 @@ IGNORED: Final[Mapping[str, str]] = {
     "metadata": _NOT_STORED,
     "mm_payload": _NO_IMAGES,
     "mm_processor_kwargs": _NO_IMAGES,
-    "prediction": "it changes how long an answer takes, never the answer",
     "priority": "the order is by service_tier",
     "prompt_cache_key": "prefixes are found by their tokens; cache_salt separates them",
     "prompt_cache_options": "what is cached is not the client's to choose",

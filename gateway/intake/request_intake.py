@@ -75,6 +75,8 @@ class Job(NamedTuple):
     """Report the usage so far in each chunk."""
     include_timings: bool = False
     """Report in the usage where the time went."""
+    include_drafts: bool = False
+    """Report in the usage how many tokens were drafted, and were right."""
     decoder: TokenDecoder | None = None
     """Decoder that spells out special tokens, if the client asked for that."""
     prompt_ids: Sequence[Sequence[int]] | None = None
@@ -138,6 +140,7 @@ class Intake:
             if number:
                 await asyncio.sleep(0)  # let other tasks run: there may be many prompts
             prompts.append(await self._prompt_tokens(prompt, context))
+        prediction = await self._predicted_tokens(form, context)
         echoed = form.logprobs if form.echo else None
         most = most_tokens(form, self._most_bytes, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
         length = LengthLimit("max_tokens", form.max_tokens, COMPLETION_MAX_TOKENS, most, self._most_bytes)
@@ -147,7 +150,17 @@ class Intake:
             if generations:
                 await asyncio.sleep(0)
             generation = self._generation(
-                form, tenant, token_ids, "prompt", context, length, form.logprobs, grammar, echoed, admittance
+                form,
+                tenant,
+                token_ids,
+                "prompt",
+                context,
+                length,
+                form.logprobs,
+                grammar,
+                prediction,
+                echoed,
+                admittance,
             )
             generations.append(generation)
         if not form.echo:
@@ -180,7 +193,10 @@ class Intake:
         length = LengthLimit("max_completion_tokens", form.max_completion_tokens, None, most, self._most_bytes)
         if form.max_completion_tokens is None:
             length = length._replace(param="max_tokens", asked=form.max_tokens)
-        generation = self._generation(form, tenant, token_ids, "messages", context, length, num_logprobs, grammar)
+        prediction = await self._predicted_tokens(form, context)
+        generation = self._generation(
+            form, tenant, token_ids, "messages", context, length, num_logprobs, grammar, prediction
+        )
         return self._job(form, [generation], plan=plan)
 
     async def tokenize(self, form: TokenizeRequest, charge: ChargeAhead = _for_nothing) -> list[int]:
@@ -260,6 +276,22 @@ class Intake:
         except TextTooLong as error:
             raise too_long("messages", None, context) from error
 
+    async def _predicted_tokens(self, form: SamplingFields, context: int) -> tuple[int, ...]:
+        """The tokens that the client expects the answer to have, at most as many as the context."""
+        if form.prediction is None:
+            return ()
+        text, least = form.prediction.content, self._tokenizer.least_tokens(form.prediction.content)
+        if least > context:
+            raise too_long("prediction", least, context)
+        try:
+            token_ids = await self._tokenizer.encode_rendered(text, context)
+        except TextTooLong as error:
+            raise too_long("prediction", None, context) from error
+        if len(token_ids) > context:
+            raise too_long("prediction", len(token_ids), context)
+        self._check_vocabulary(token_ids, "prediction")
+        return tuple(token_ids)
+
     async def _render(
         self,
         messages: Sequence[ChatMessage],
@@ -299,6 +331,7 @@ class Intake:
         length: LengthLimit,
         num_logprobs: int | None,
         grammar: str | None,
+        prediction: tuple[int, ...],
         echoed: int | None = None,
         admittance: Admittance | None = None,
     ) -> Generation:
@@ -321,6 +354,7 @@ class Intake:
             tenant=tenant,
             cache_salt=_cache_salt(tenant, form.cache_salt),
             prompt_logprobs=max((num for num in (echoed, form.prompt_logprobs) if num is not None), default=None),
+            prediction=prediction,
             admittance=admittance or Admittance(),
         )
 
@@ -375,6 +409,7 @@ class Intake:
             include_usage=include_timings or (options is not None and bool(options.include_usage)),
             continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
             include_timings=include_timings,
+            include_drafts=include_timings or form.prediction is not None,
             plan=plan,
             decoder=self._tokenizer.spelling_all() if form.skip_special_tokens is False else None,
             prompt_ids=prompt_ids,

@@ -190,6 +190,21 @@ class StructuredOutputs(_Schema):
     json_object: bool | None = None
 
 
+class TextPart(_Schema):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(_Schema):
+    """What the client expects the answer to be, such as a text of which little is to change. It changes no token; if
+    workers draft tokens, the answer comes the sooner the more of it is right."""
+
+    type: Literal["content"]
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
+
+
 class SamplingFields(_Body):
     """Fields of both generating endpoints. The bounds of sampling parameters are those of `common.contract`."""
 
@@ -232,6 +247,7 @@ class SamplingFields(_Body):
     """False: spell special tokens out in the text, except the one that ends it."""
     user: Text | None = None
     service_tier: ServiceTier = Tier.STANDARD
+    prediction: Prediction | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_text)] | None = None
     """Requests share cached prefixes only with requests of the same salt."""
 
@@ -246,13 +262,6 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     """Begin each text with its prompt. Log probabilities, if asked for, then begin with those of the prompt's
     tokens."""
-
-
-class TextPart(_Schema):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
 
 
 class ChatMessage(_Schema):

@@ -175,6 +175,7 @@ class Attempt:
             offered=None if source is None else source.key,
             moving=self.moving is not None,
             prompt_logprobs=report if source is None else None,
+            prediction=generation.prediction,
         )
         if self.prefill is None or self.prefill.key != self.key:
             return [SendToWorker(self.decode, decode)]

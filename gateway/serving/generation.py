@@ -56,6 +56,8 @@ class Generation:
     salt."""
     prompt_logprobs: int | None = None
     """Report log probabilities of the prompt's tokens with this many alternatives; None reports none."""
+    prediction: tuple[int, ...] = ()
+    """What the client expects the answer to be; may be empty."""
     admittance: Admittance = field(default_factory=Admittance, compare=False, repr=False)
     """Shared with the request's other prompts."""
     waterfall: Waterfall = field(default_factory=Waterfall, compare=False, repr=False)

@@ -278,6 +278,13 @@ class Waterfall:
         told = [leg.prompt.num_cached for leg in self.legs if leg.prompt is not None and leg.first_at is not None]
         return told[-1] if told else 0
 
+    @property
+    def num_drafted(self) -> tuple[int, int]:
+        """(drafted tokens that were right, others that were wrong), over all choices, as far as workers have told."""
+        told = [leg.decode for legs in self._legs.values() for leg in legs.values() if leg.decode is not None]
+        num_right = sum(each.num_accepted for each in told)
+        return num_right, sum(each.num_drafted for each in told) - num_right
+
     # --- internal steps ------------------------------------------------------------------------------------------
 
     def _before(self, line: _Line, leg: Leg) -> None:

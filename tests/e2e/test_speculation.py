@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stack import BLOCK_BYTES, Answer, Workers, answer, generation, prompt, until
 
-from gateway.serving.generation import Generation
+from common.contract.errors import Cause
+from gateway.serving.generation import Generation, GenerationFailed
+from gateway.serving.waterfall import Waterfall
 
 Pool = Callable[..., Workers]
 FEW = tuple((token, 100.0) for token in (40, 50, 60))
@@ -73,6 +76,35 @@ async def test_drafts_change_nothing_that_clients_see(main_pool: Workers, pool: 
     assert 200 < right < drafted - 200, "tokens were drafted that were right, and some that were wrong"
     if room == "little":
         assert sum(worker.metric("baton_preemptions_total") for worker in drafting.decode) > 0
+
+
+async def test_predictions_change_nothing_but_the_number_of_steps(main_pool: Workers, pool: Pool) -> None:
+    """Right ones, wrong ones, and some with a mistake: on answers that repeat nothing, so that nothing else helps."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "seed": 6, "n": 3},
+        {"temperature": 1.0, "seed": 7, "logprobs": 1, "frequency_penalty": 0.5},
+    ]
+    plain = [generation(prompt(index, 30), max_tokens=64, ignore_eos=True, **kind) for index, kind in enumerate(kinds)]
+    async with main_pool.dispatcher() as dispatcher:
+        expected = [await answer(dispatcher, work) for work in plain]
+    drafting = pool("drafts by predictions", decode_options=("--speculation", "lookup", "--draft-tokens", "7"))
+    draw = random.Random(3)
+    async with drafting.dispatcher() as dispatcher:
+        for work, told in zip(plain, expected, strict=True):
+            said = told.tokens[-1]
+            mistaken = [*said[:20], 1, 1, 1, *said[21:]]
+            wrong = [said[0], *(draw.randrange(200) for _ in said)]
+            for prediction, is_right in ((said, True), (mistaken, True), (wrong, False), ([*said] * 9, True)):
+                asked = replace(work, prediction=tuple(prediction), waterfall=Waterfall())
+                got = await answer(dispatcher, asked)
+                assert (got.tokens, got.reasons) == (told.tokens, told.reasons)
+                assert logprobs_of(got) == pytest.approx(logprobs_of(told), abs=1e-4)
+                num_right, num_wrong = asked.waterfall.num_drafted
+                assert num_right > 40 if is_right else num_right < num_wrong, (num_right, num_wrong)
+        with pytest.raises(GenerationFailed) as caught:
+            await answer(dispatcher, replace(plain[0], prediction=(5, 2**31)))
+        assert caught.value.cause is Cause.INVALID
 
 
 @pytest.mark.parametrize("fault", ["drain", "kill"])

@@ -80,7 +80,7 @@ class Facts:
         self.fingerprint = Fingerprint(config_hash="c", weights_hash="w", layout=layout)
         self.runner = SimpleNamespace(
             config=SimpleNamespace(max_sequence_tokens=2 * num_blocks * BLOCK_SIZE, eos_token_ids=frozenset()),
-            objection=lambda token_ids, sampling: None,
+            objection=lambda token_ids, sampling, prediction=(): None,
             layout=layout,
             cache=SimpleNamespace(num_blocks=num_blocks),
             num_host_blocks=0,

@@ -142,6 +142,8 @@ decode_times = st.builds(
     read_s=seconds,
     hidden_read_s=seconds,
     pull_bytes=counts,
+    num_drafted=counts,
+    num_accepted=counts,
 )
 about = {"request": handles, "attempt": attempts}
 lease = {"lease": handles, "epoch": counts}
@@ -200,6 +202,7 @@ def works(draw: st.DrawFn, /, cls: type[Prefill | Decode], **more: st.SearchStra
     wanted = tuple(draw(st.lists(choices, min_size=1, max_size=MAX_CHOICES, unique=True)))
     if cls is Decode:
         fields["handles"] = tuple(draw(long_numbers) for _ in wanted)
+        fields["prediction"] = tuple(draw(st.lists(numbers, max_size=9)))
     scored = fields.get("prefix") is None and draw(st.booleans())
     return cls(
         request=RequestId(draw(handles)),

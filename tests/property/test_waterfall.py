@@ -108,7 +108,8 @@ class World:
 
 
 def decode_times(wait: int, stages: dict[str, int], *, read: int = 0, hidden: int = 0) -> DecodeTimes:
-    seconds = {name: stages.get(name, 0) / SECOND for name in ("reserve", "pull", "settle", "decode", "preempted")}
+    names = ("reserve", "pull", "settle", "decode", "preempted")
+    seconds: dict[str, Any] = {name: stages.get(name, 0) / SECOND for name in names}
     return DecodeTimes(
         wait_s=wait / SECOND,
         queue_s=stages.get("decode_queue", 0) / SECOND,

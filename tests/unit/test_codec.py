@@ -237,6 +237,16 @@ def test_a_decode_names_its_source_or_computes_its_prompt() -> None:
     assert (work.source, work.offered, work.moving) == (source, RequestKey(REQUEST, 1), False)
 
 
+def test_a_decode_may_come_with_a_prediction() -> None:
+    work = {**DECODE, "source": None}
+    assert received(Decode, work).prediction == ()
+    assert received(Decode, {**work, "prediction": b""}).prediction == ()
+    assert received(Decode, {**work, "prediction": u32(0, 2**32 - 1)}).prediction == (0, 2**32 - 1)
+    for wrong in (b"abc", [1], None, bytes(4 * (MAX_TOKENS + 1))):
+        assert "prediction" in refused("Decode", {**work, "prediction": wrong})
+    assert "prediction" in refused("Prefill", {**WORK, "prediction": b""})
+
+
 def test_a_decode_may_be_of_a_running_choice() -> None:
     work = received(Decode, {**DECODE, **OFFERED, "choices": [3], "moving": True})
     assert (work.choices, work.moving) == ((3,), True)
@@ -549,6 +559,25 @@ PROMPT_TIMES: dict[str, Any] = {"queue_s": 0, "prefix_pull_s": 0.0, "prefill_s":
 TIMINGS: dict[str, Any] = {"request": "r1", "attempt": 1, "choice": None, "prompt": PROMPT_TIMES, "decode": None}
 
 
+DECODE_TIMES: dict[str, Any] = {
+    **dict.fromkeys(("wait_s", "reserve_s", "pull_s", "settle_s", "queue_s", "decode_s", "preempted_s"), 1.0),
+    "read_s": 1.0,
+    "hidden_read_s": 0.5,
+    "pull_bytes": 7,
+}
+
+
+@pytest.mark.parametrize("name", ["num_drafted", "num_accepted"])
+@pytest.mark.parametrize("number", [-1, 2**63, 1.5, True, "1", None])
+def test_drafted_tokens_are_numbers_of_tokens(name: str, number: object) -> None:
+    plain = received(Timings, {**TIMINGS, "decode": DECODE_TIMES}).decode
+    assert plain is not None
+    assert (plain.num_drafted, plain.num_accepted) == (0, 0)
+    drafted = received(Timings, {**TIMINGS, "decode": {**DECODE_TIMES, name: 5}}).decode
+    assert getattr(drafted, name) == 5
+    assert name in refused("Timings", {**TIMINGS, "decode": {**DECODE_TIMES, name: number}})
+
+
 @pytest.mark.parametrize("number", [-1, 2**63, 1.5, True, "1", None])
 def test_cached_tokens_are_a_number_of_tokens(number: object) -> None:
     plain = received(Timings, TIMINGS).prompt
@@ -690,7 +719,13 @@ LARGEST: dict[str, dict[str, Any]] = {
     },
     "CacheEvents": {"begins": True, "stored": bytes(8 * MAX_CACHE_EVENTS), "removed": bytes(8 * MAX_CACHE_EVENTS)},
     "Prefill": LONG_WORK,
-    "Decode": {**LONG_WORK, **OFFERED, "choices": list(range(MAX_CHOICES)), "handles": bytes(8 * MAX_CHOICES)},
+    "Decode": {
+        **LONG_WORK,
+        **OFFERED,
+        "choices": list(range(MAX_CHOICES)),
+        "handles": bytes(8 * MAX_CHOICES),
+        "prediction": bytes(4 * MAX_TOKENS),
+    },
     "StepTokens": {
         "handles": bytes(8 * MAX_STEP_TOKENS),
         "positions": bytes(4 * MAX_STEP_TOKENS),

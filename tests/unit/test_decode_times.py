@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from decode_bench import EAGER, Bench, request
 
 from common.contract.messages.worker import DecodeTimes, PromptTimes
@@ -14,9 +16,8 @@ TOLD = PromptTimes(queue_s=1.0, prefix_pull_s=2.0, prefill_s=4.0)
 
 def times(**spent: float) -> DecodeTimes:
     stages = ("wait", "reserve", "pull", "settle", "queue", "decode", "preempted", "read", "hidden_read")
-    return DecodeTimes(
-        **{f"{stage}_s": spent.get(stage, 0.0) for stage in stages}, pull_bytes=int(spent.get("bytes", 0))
-    )
+    seconds: dict[str, Any] = {f"{stage}_s": spent.get(stage, 0.0) for stage in stages}
+    return DecodeTimes(**seconds, pull_bytes=int(spent.get("bytes", 0)))
 
 
 def pulled(subject: DecodeRequest, *, told: float, reserved: float, read: float) -> None:

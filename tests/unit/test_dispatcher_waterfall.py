@@ -47,9 +47,10 @@ def computed(queue: float, prefill: float, num_cached: int = 0) -> PromptTimes:
     return PromptTimes(queue_s=queue, prefix_pull_s=0.0, prefill_s=prefill, num_cached=num_cached)
 
 
-def decoded(**spent: float) -> DecodeTimes:
+def decoded(num_drafted: int = 0, num_accepted: int = 0, **spent: float) -> DecodeTimes:
     stages = ("wait", "reserve", "pull", "settle", "queue", "decode", "preempted", "read", "hidden_read")
-    return DecodeTimes(**{f"{stage}_s": spent.get(stage, 0.0) for stage in stages}, pull_bytes=64)
+    seconds: dict[str, Any] = {f"{stage}_s": spent.get(stage, 0.0) for stage in stages}
+    return DecodeTimes(**seconds, pull_bytes=64, num_drafted=num_drafted, num_accepted=num_accepted)
 
 
 def tell(

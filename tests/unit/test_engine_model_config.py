@@ -289,3 +289,12 @@ def test_a_missing_or_unreadable_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(OperatorError, match="not a JSON object"):
         ModelConfig.from_folder(tmp_path)
+
+
+def test_what_the_model_cannot_continue(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA)
+    assert config.objection(range(255)) is None
+    assert config.objection([383], [383] * 1000) is None
+    assert config.objection(range(256)) == "256 tokens leave no room in a context of 256"
+    for token_ids, prediction in (([5, 384], ()), ([5], (6, 384))):
+        assert config.objection(token_ids, prediction) == "token 384 is beyond the vocabulary of 384"

@@ -19,7 +19,7 @@ from common.contract.messages.gateway import Decode, Prefill
 FORGED = "forged4711"
 NUMBER = 471147114711471
 """As conspicuous as the text."""
-_CLIENTS_OWN = {"stop", "user", "logprobs", "prompt_logprobs", "echo", "token_ids"}
+_CLIENTS_OWN = {"stop", "user", "logprobs", "prompt_logprobs", "echo", "token_ids", "prediction"}
 """Names on the wire that mean something in a request, too, or whose value has another form there."""
 
 

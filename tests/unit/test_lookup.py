@@ -10,14 +10,15 @@ from decode_worker.lookup import CommonAcceptance, Lookup
 some_text = st.lists(st.sampled_from([0, 3, 2**21 - 1]), min_size=1, max_size=60)
 
 
-def expected_places(text: list[int], num_first: int) -> list[int | None]:
-    """By definition, before each token from `num_first` on, and after the last one: where the expected token is."""
+def expected_places(text: list[int], num_first: int, place: int | None = None) -> list[int | None]:
+    """By definition, before each token from `num_first` on, and after the last one: where the expected token is. At
+    first it is at `place`, if that is given."""
 
     def occurred(end: int) -> int | None:
         padded = [0, 0, *text[:end]]
         return next((at for at in range(end - 1, 0, -1) if padded[at - 1 : at + 2] == padded[end - 1 :]), None)
 
-    place = occurred(num_first)
+    place = occurred(num_first) if place is None else place
     places = [place]
     for at in range(num_first, len(text)):
         right = place is not None and text[place] == text[at]
@@ -50,6 +51,47 @@ def test_it_expects_what_followed_the_last_three_tokens(first: list[int], rest: 
                 place += 1
             assert lookup.propose(7) == extended[len(text) :], "it goes on as after the place, for as long as asked"
             assert (lookup.acceptance, common.acceptance) == (own, shared)
+
+
+@given(some_text, some_text, st.lists(st.sampled_from([0, 3]), max_size=20), st.lists(st.sampled_from([0, 3])))
+def test_what_a_client_expects_is_expected_until_the_output_departs(
+    prompt: list[int], prediction: list[int], first: list[int], rest: list[int]
+) -> None:
+    """And from then on as if it had been said once, between prompt and output. `first` is known when it is asked."""
+    text = [*prompt, *first]
+    lookup = Lookup(text, CommonAcceptance(0.8), len(prompt), prediction)
+    assert lookup.acceptance == 0.8
+    combined = [*prompt, *prediction, *first, *rest]
+    follows = len(first) < len(prediction) and prediction[: len(first)] == first
+    places = expected_places(combined, len(combined) - len(rest), len(prompt) + len(first) if follows else None)
+    for place, token in zip(places, [*rest, None], strict=True):
+        lookup.read()
+        assert lookup.propose(1) == ([] if place is None else [combined[place]])
+        assert not follows or len(text) > len(prompt) + len(first) or lookup.propose(1) == [prediction[len(first)]]
+        if token is not None:
+            text.append(token)
+    assert text == [*prompt, *first, *rest], "it is the sequence's own, which nothing else changes"
+
+
+def test_a_prediction_is_followed_to_its_end() -> None:
+    prediction = list(range(100, 140))
+    text = [1, 2]
+    lookup = Lookup(text, CommonAcceptance(0.5), 2, prediction)
+    for at in range(0, 40, 5):
+        assert lookup.propose(5) == prediction[at : at + 5]
+        text += prediction[at : at + 5]
+        lookup.read()
+    assert lookup.acceptance > 0.9
+
+
+def test_a_prediction_is_followed_again_after_what_differs() -> None:
+    prediction = list(range(100, 140))
+    text = [1, 2, *prediction[:7], 7, 8, 9, *prediction[9:11]]
+    lookup = Lookup(text, CommonAcceptance(0.5), 2, prediction)
+    assert lookup.propose(3) == []
+    text.append(prediction[11])
+    lookup.read()
+    assert lookup.propose(3) == prediction[12:15]
 
 
 def test_a_new_text_starts_from_what_others_have_shown() -> None:

@@ -126,6 +126,8 @@ class Decode(_Work):
     """True for a migration: the source is a decode worker that stops generating the one choice and hands it over."""
     handles: Annotated[tuple[Handle, ...], packed_longs(1, MAX_CHOICES)]
     """Names of the choices, in their order, in `StepTokens`; the gateway uses none of them again."""
+    prediction: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOKENS)] = ()
+    """What the client expects after the prompt: a draft, which changes no token."""
 
     def __post_init__(self) -> None:
         _Work.__post_init__(self)

@@ -179,7 +179,7 @@ class PromptTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimes:
-    """Durations of a choice's stages at its decode worker, by that worker's clock.
+    """Durations of a choice's stages at its decode worker, by that worker's clock; and what was drafted of it there.
 
     The stages from `reserve_s` to `preempted_s` add up to the time from the arrival of the first tokens at the worker
     to the sending of this message.
@@ -207,6 +207,10 @@ class DecodeTimes:
     """The part of `read_s` before the arrival of the first tokens."""
     pull_bytes: Count
     """Bytes read from the source."""
+    num_drafted: Count = 0
+    """Tokens that were drafted of the choice."""
+    num_accepted: Count = 0
+    """Drafted tokens that were right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
