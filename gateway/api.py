@@ -350,13 +350,13 @@ async def _encoded(answer: Mapping[str, object]) -> bytes:
 
 def _usage(life: RequestLife) -> answers.Usage:
     job = life.job
-    right, wrong = zip(*(each.waterfall.num_drafted for each in job.generations), strict=True)
+    right, wrong = zip(*(each.waterfall.draft_outcomes for each in job.generations), strict=True)
     cached = (min(each.waterfall.num_cached, len(each.token_ids)) for each in job.generations)
     return usage_of(
         job.num_prompt_tokens,
         life.num_tokens,
         num_cached_tokens=sum(cached),
         num_reasoning_tokens=life.num_reasoning_tokens if job.plan is not None and job.plan.reasons else None,
-        num_drafted=(sum(right), sum(wrong)) if job.include_drafts else None,
+        draft_outcomes=(sum(right), sum(wrong)) if job.include_drafts else None,
         timings=cast(answers.AnswerTimings, life.timings()) if job.include_timings else None,
     )

@@ -406,23 +406,12 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def generation(
-    token_ids: Sequence[int],
-    *,
-    n: int = 1,
-    budget_s: float = 120.0,
-    cache_salt: str = "",
-    prediction: Sequence[int] = (),
-    **sampling: Any,
+    token_ids: Sequence[int], *, n: int = 1, budget_s: float = 120.0, cache_salt: str = "", **sampling: Any
 ) -> Generation:
     """A generation; greedy unless told otherwise."""
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | sampling))
     return Generation(
-        token_ids=tuple(token_ids),
-        num_choices=n,
-        sampling=params,
-        budget_s=budget_s,
-        cache_salt=cache_salt,
-        prediction=tuple(prediction),
+        token_ids=tuple(token_ids), num_choices=n, sampling=params, budget_s=budget_s, cache_salt=cache_salt
     )
 
 

@@ -40,7 +40,7 @@ def usage_of(
     *,
     num_cached_tokens: int | None = None,
     num_reasoning_tokens: int | None = None,
-    num_drafted: tuple[int, int] | None = None,
+    draft_outcomes: tuple[int, int] | None = None,
     timings: answers.AnswerTimings | None = None,
 ) -> answers.Usage:
     """Token counts of a request. None leaves out prompt tokens that were not computed, completion tokens up to the end
@@ -56,8 +56,8 @@ def usage_of(
     details: answers.CompletionDetails = {}
     if num_reasoning_tokens is not None:
         details["reasoning_tokens"] = num_reasoning_tokens
-    if num_drafted is not None:
-        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = num_drafted
+    if draft_outcomes is not None:
+        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = draft_outcomes
     if details:
         usage["completion_tokens_details"] = details
     if timings is not None:

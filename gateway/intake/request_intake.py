@@ -181,7 +181,7 @@ class Intake:
         ending = _ending(form)
         prompt = await self._render(form.messages, tools, switches, ending)
         context = self._context()
-        token_ids = await self._conversation_tokens(prompt, context, charge)
+        token_ids = await self._rendered_tokens(prompt, "messages", context, charge)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
             prompt,
@@ -207,7 +207,7 @@ class Intake:
         most = self._limits.max_sequence_tokens
         if form.messages is not None:
             prompt = await self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
-            token_ids = await self._conversation_tokens(prompt, most, charge)
+            token_ids = await self._rendered_tokens(prompt, "messages", most, charge)
         else:
             assert form.prompt is not None
             self._expect([form.prompt], "prompt", most, charge)
@@ -269,24 +269,21 @@ class Intake:
         except TextTooLong as error:
             raise too_long("prompt", None, context) from error
 
-    async def _conversation_tokens(self, prompt: str, context: int, charge: ChargeAhead) -> list[int]:
-        self._expect([prompt], "messages", context, charge)
+    async def _rendered_tokens(
+        self, text: str, param: str, context: int, charge: ChargeAhead = _for_nothing
+    ) -> list[int]:
+        """The tokens of a text to which no special tokens are added; `param` is the field that it came from."""
+        self._expect([text], param, context, charge)
         try:
-            return await self._tokenizer.encode_rendered(prompt, context)
+            return await self._tokenizer.encode_rendered(text, context)
         except TextTooLong as error:
-            raise too_long("messages", None, context) from error
+            raise too_long(param, None, context) from error
 
     async def _predicted_tokens(self, form: SamplingFields, context: int) -> tuple[int, ...]:
         """The tokens that the client expects the answer to have, at most as many as the context."""
         if form.prediction is None:
             return ()
-        text, least = form.prediction.content, self._tokenizer.least_tokens(form.prediction.content)
-        if least > context:
-            raise too_long("prediction", least, context)
-        try:
-            token_ids = await self._tokenizer.encode_rendered(text, context)
-        except TextTooLong as error:
-            raise too_long("prediction", None, context) from error
+        token_ids = await self._rendered_tokens(form.prediction.content, "prediction", context)
         if len(token_ids) > context:
             raise too_long("prediction", len(token_ids), context)
         self._check_vocabulary(token_ids, "prediction")

@@ -279,7 +279,7 @@ class Waterfall:
         return told[-1] if told else 0
 
     @property
-    def num_drafted(self) -> tuple[int, int]:
+    def draft_outcomes(self) -> tuple[int, int]:
         """(drafted tokens that were right, others that were wrong), over all choices, as far as workers have told."""
         told = [leg.decode for legs in self._legs.values() for leg in legs.values() if leg.decode is not None]
         num_right = sum(each.num_accepted for each in told)

@@ -42,7 +42,9 @@ def _bodies() -> Iterator[tuple[str, Any]]:
             {"temperature": SECRET},
             {"logit_bias": {SECRET: 1}},
             {"tools": [{"type": "function", "function": {"name": SECRET}}]},
-            {"metadata": {"x": SECRET}, "prediction": SECRET, "some_field": SECRET},
+            {"metadata": {"x": SECRET}, "some_field": SECRET},
+            {"prediction": {"type": "content", "content": SECRET}},
+            {"prediction": SECRET},
             {"max_tokens": 100_000},
         ):
             yield path, body | change

@@ -88,7 +88,11 @@ async def test_predictions_change_nothing_but_the_number_of_steps(main_pool: Wor
     plain = [generation(prompt(index, 30), max_tokens=64, ignore_eos=True, **kind) for index, kind in enumerate(kinds)]
     async with main_pool.dispatcher() as dispatcher:
         expected = [await answer(dispatcher, work) for work in plain]
-    drafting = pool("drafts by predictions", decode_options=("--speculation", "lookup", "--draft-tokens", "7"))
+    drafting = pool(
+        "drafts by predictions",
+        options=("--checksums",),
+        decode_options=("--speculation", "lookup", "--draft-tokens", "7"),
+    )
     draw = random.Random(3)
     async with drafting.dispatcher() as dispatcher:
         for work, told in zip(plain, expected, strict=True):
@@ -100,7 +104,7 @@ async def test_predictions_change_nothing_but_the_number_of_steps(main_pool: Wor
                 got = await answer(dispatcher, asked)
                 assert (got.tokens, got.reasons) == (told.tokens, told.reasons)
                 assert logprobs_of(got) == pytest.approx(logprobs_of(told), abs=1e-4)
-                num_right, num_wrong = asked.waterfall.num_drafted
+                num_right, num_wrong = asked.waterfall.draft_outcomes
                 assert num_right > 40 if is_right else num_right < num_wrong, (num_right, num_wrong)
         with pytest.raises(GenerationFailed) as caught:
             await answer(dispatcher, replace(plain[0], prediction=(5, 2**31)))

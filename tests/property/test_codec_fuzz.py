@@ -142,8 +142,8 @@ decode_times = st.builds(
     read_s=seconds,
     hidden_read_s=seconds,
     pull_bytes=counts,
-    num_drafted=counts,
-    num_accepted=counts,
+    num_drafted=st.integers(2**20, 2**62),
+    num_accepted=st.integers(0, 2**20),
 )
 about = {"request": handles, "attempt": attempts}
 lease = {"lease": handles, "epoch": counts}

@@ -573,9 +573,12 @@ def test_drafted_tokens_are_numbers_of_tokens(name: str, number: object) -> None
     plain = received(Timings, {**TIMINGS, "decode": DECODE_TIMES}).decode
     assert plain is not None
     assert (plain.num_drafted, plain.num_accepted) == (0, 0)
-    drafted = received(Timings, {**TIMINGS, "decode": {**DECODE_TIMES, name: 5}}).decode
-    assert getattr(drafted, name) == 5
-    assert name in refused("Timings", {**TIMINGS, "decode": {**DECODE_TIMES, name: number}})
+    told = {**DECODE_TIMES, "num_drafted": 6, "num_accepted": 5}
+    drafted = received(Timings, {**TIMINGS, "decode": told}).decode
+    assert drafted is not None
+    assert (drafted.num_drafted, drafted.num_accepted) == (6, 5)
+    assert name in refused("Timings", {**TIMINGS, "decode": {**told, name: number}})
+    assert "num_accepted" in refused("Timings", {**TIMINGS, "decode": {**told, "num_drafted": 4}})
 
 
 @pytest.mark.parametrize("number", [-1, 2**63, 1.5, True, "1", None])

@@ -221,7 +221,7 @@ async def test_a_sequence_that_moves_is_decoded_until_it_is_cut(make: Any, time:
     time.now += 1.0
     tell(bench, P, key, computed(0.0, 1.0, num_cached=16))
     bench.tokens(P, key, 0, 1)
-    tell(bench, leaving, key, computed(0.0, 1.0, num_cached=16), decoded(wait=1.0), choice=0)
+    tell(bench, leaving, key, computed(0.0, 1.0, num_cached=16), decoded(3, 1, wait=1.0), choice=0)
     bench.tokens(leaving, key, 0, 1, 2)
     time.now += 2.0
     for address in (D, D2):
@@ -233,7 +233,7 @@ async def test_a_sequence_that_moves_is_decoded_until_it_is_cut(make: Any, time:
     time.now += 3.0
     bench.tokens(leaving, key, 2, 3)
     time.now += 1.0
-    tell(bench, other, second, None, decoded(wait=3.25, pull=0.25, settle=0.125, decode=0.5), choice=0)
+    tell(bench, other, second, None, decoded(10, 4, wait=3.25, pull=0.25, settle=0.125, decode=0.5), choice=0)
     bench.tokens(other, second, 3, 4, reason="stop")
     await settle()
     assert spent(waterfall, time) == {
@@ -246,6 +246,7 @@ async def test_a_sequence_that_moves_is_decoded_until_it_is_cut(make: Any, time:
     }
     assert [leg.decode_address for leg in waterfall.legs] == [leaving, other]
     assert waterfall.num_cached == 16, "whoever pulls it computes nothing"
+    assert waterfall.draft_outcomes == (1 + 4, 2 + 6), "right and wrong, as both workers have told"
 
 
 async def test_what_was_cached_is_told_by_the_attempt_that_serves(make: Any, time: Time) -> None:

@@ -212,6 +212,10 @@ class DecodeTimes:
     num_accepted: Count = 0
     """Drafted tokens that were right."""
 
+    def __post_init__(self) -> None:
+        if self.num_accepted > self.num_drafted:
+            raise ValueError(f"num_accepted: {self.num_accepted} of {self.num_drafted} drafted tokens")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings(RequestMessage):
