@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from common.contract.errors import OperatorError
+from common.runtime.checkpoint import resolve_model, vocabulary
 from common.runtime.config import DecodeSettings
+from common.runtime.daemon_threads import DaemonThreads
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
+
+if TYPE_CHECKING:
+    from common.engine.engine import DraftCheckpoint
 
 
 async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) -> Worker:
@@ -25,8 +33,25 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         swap_bytes=decided.swap_bytes,
         graph_seqs=decided.max_num_seqs,
         timed_rows=0 if decided.speculation == "off" else decided.max_num_seqs + most_drafted(decided.max_num_seqs),
+        draft_model=await _draft_model(decided, folder),
     )
     return await start_worker(decided, host, engine, lambda region: DecodeCore(decided, engine, region))
+
+
+async def _draft_model(settings: DecodeSettings, folder: Path) -> DraftCheckpoint | None:
+    """The draft model that is wanted. Raises `OperatorError` if it cannot be had, or has other tokens."""
+    from common.engine.engine import DraftCheckpoint
+
+    name = settings.draft_model
+    if name is None or settings.speculation not in ("draft", "auto"):
+        return None
+    finding = DaemonThreads(1, "find-draft-model").submit(lambda: resolve_model(name, weights=True))
+    draft_folder = await asyncio.wrap_future(finding)
+    ids, others = vocabulary(folder), vocabulary(draft_folder)
+    differing = next((token for token, index in others.items() if ids.get(token, index) != index), None)
+    if differing is not None:
+        raise OperatorError(f"the draft model {name} has another tokenizer than the model: {differing!r} differs")
+    return DraftCheckpoint(folder=draft_folder, kv_cache_bytes=settings.draft_cache_bytes)
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ class Admission:
         """A sequence that holds blocks joins the batch: from now on it grows, and its end is expected by its
         progress."""
         _, num_private = self._forecast.held(choice.key)
-        end_step = step + self._steps_left(choice)
+        end_step = step + self.num_left(choice)
         self._forecast.put(choice.key, step=step, end_step=end_step, num_private=num_private)
         self._expected_ends.put(end_step, (choice,))
 
@@ -138,7 +138,7 @@ class Admission:
             # With its old rank, a sequence would be expected to end just above its present length again and again.
             choice.rank = (choice.rank + _GOLDEN) % 1.0
             # Less than a block's worth of steps would not change the forecast.
-            end_step = step + max(self._steps_left(choice), self._policy.block_size)
+            end_step = step + max(self.num_left(choice), self._policy.block_size)
             self._forecast.postpone(choice.key, end_step)
             self._expected_ends.put(end_step, (choice,))
 
@@ -148,7 +148,8 @@ class Admission:
         most = min(work.sampling.max_tokens, self._policy.max_sequence_tokens - work.prompt_len)
         return max(1, self._profile.predict(work.tier, num_output, rank, most) - num_output)
 
-    def _steps_left(self, choice: DecodeChoice) -> int:
+    def num_left(self, choice: DecodeChoice) -> int:
+        """Number of tokens that a sequence is expected to get still; at least 1."""
         return self.steps_left(choice.request.work, choice.sequence.num_tokens, choice.rank)
 
     def check_invariants(self) -> None:

@@ -136,6 +136,11 @@ class Decoding:
                 going_on_D[index] = False
         return going_on_D
 
+    def row_of(self) -> dict[DecodeChoice, int]:
+        """The row of each sequence's last token."""
+        rows = range(len(self._members.choices)) if self._rows_D is None else self._rows_D.tolist()
+        return dict(zip(self._members.choices, rows, strict=True))
+
     @property
     def _positions(self) -> Ints:
         """The position of the token that each sequence gets."""

@@ -58,6 +58,7 @@ from common.worker.mask_asks import MaskAsks
 from decode_worker import view
 from decode_worker.answers import Answers
 from decode_worker.book import Book
+from decode_worker.draft_model import DraftModel
 from decode_worker.entrance import PLACES
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
@@ -111,7 +112,8 @@ class DecodeCore:
         speculation = None
         if settings.speculation != "off":
             assert engine.row_times is not None, "steps were not timed"
-            speculation = Speculation(policy, engine.row_times)
+            model = _draft_model(policy, engine)
+            speculation = Speculation(policy, engine.row_times, model, looks_up=settings.speculation != "draft")
         self.scheduler = DecodeScheduler(self.pool, policy, engine.costs, speculation)
         self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
         self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
@@ -444,3 +446,10 @@ def _fits(tokens: Sequence[Tokens], work: Decode) -> bool:
         and (first.logprobs is None) == (work.sampling.logprobs is None)
         for first in tokens
     )
+
+
+def _draft_model(policy: Policy, engine: Engine) -> DraftModel | None:
+    if engine.drafter is None:
+        return None
+    runner = engine.drafter.runner
+    return DraftModel(policy, engine.drafter.row_times, runner.cache.num_blocks, runner.config.max_sequence_tokens)

@@ -15,6 +15,7 @@ from common.contract.messages.worker import PromptTimes, Timings, TokenLogprobs,
 from common.engine.grammar import GrammarState
 from common.engine.sequence import Sequence
 from common.runtime.state_tables import follow
+from decode_worker.draft_cache import DraftTable
 from decode_worker.lookup import Lookup
 from kv_transfer.pull import Pull
 from kv_transfer.pull_times import PullTimes
@@ -191,6 +192,8 @@ class DecodeChoice:
     """Whether another worker continues it."""
     lookup: Lookup | None = None
     """What is expected next of its text; None before it was first asked for."""
+    draft: DraftTable | None = None
+    """What the draft model has of it; None before it was first asked for."""
     num_drafted: int = 0
     """Tokens that were drafted of it."""
     num_accepted: int = 0

@@ -173,18 +173,23 @@ class DecodeScheduler:
             step.chunks = self.prompts.plan(self.prompts.budget(step.decodes, left, now), now, permitted)
             left -= sum(chunk.end - chunk.start for chunk in step.chunks)
         if self.speculation is not None and may_draft and before is None and not self.trials:
-            step.drafts = self._with_room(self.speculation.plan(step.decodes, left))
+            plan = self.speculation.plan(step.decodes, left)
+            step.drafts = self._with_room(plan.tokens)
+            step.draft_work = self.speculation.draft_work(step, plan, self._admission.num_left)
         return step
 
     def may_run_ahead(self, step: Step) -> bool:
         """Whether the next step may be scheduled while `step`, the last one, runs: it consists of decodes only, and no
         mask depends on the tokens that it samples, nor a draft that is likely to pay."""
-        plain = not (step.drafts or step.chunks or step.copies or step.swap_outs or step.swap_ins)
+        drafts = step.drafts or step.draft_work is not None
+        plain = not (drafts or step.chunks or step.copies or step.swap_outs or step.swap_ins)
         masked = self.batch.masked
         if not plain or self.trials or (masked and masked.intersection(step.decodes)):
             return False
         has_room = self._num_spare > 0
-        return self.speculation is None or not (has_room and self.speculation.would_draft(step.decodes))
+        if self.speculation is None or not has_room:
+            return True
+        return not self.speculation.would_draft(step.decodes, self._admission.num_left)
 
     def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""

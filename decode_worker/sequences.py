@@ -192,6 +192,9 @@ class Sequences:
             self._flow(choice, -_OUTPUT_CHARGE)
         self._batch.discard(choice)
         self._prompts.take(choice)
+        if choice.draft is not None:
+            choice.draft.release()
+            choice.draft = None
         self._pool.release(sequence.block_table)
         sequence.block_table = array("q")
         choice.num_named = 0

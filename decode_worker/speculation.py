@@ -3,8 +3,8 @@
 A draft is verified by rows of the same step, one for each drafted token (Leviathan et al., arXiv:2211.17192; here the
 token that the sampler draws at a position must equal the drafted one, so that answers are what they are without
 drafts). A step with K drafted tokens yields a token of each sequence, and of each drafted token the chance that it and
-those before it are right; it costs what so many rows do. The drafts that yield the most tokens per second are taken, as
-by "TurboSpec" (arXiv:2406.14066), and none unless they beat a step without.
+those before it are right; it costs what so many rows do, and the passes of the draft model. The drafts that yield the
+most tokens per second are taken, as by "TurboSpec" (arXiv:2406.14066), and none unless they beat a step without.
 
 Pure state.
 """
@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
+from common.engine.batch import Drafted
 from common.runtime.config import MAX_DRAFT_TOKENS
 from common.scheduling.row_times import RowTimes
+from decode_worker.draft_model import DraftModel, DraftWork, Proposer
 from decode_worker.lookup import CommonAcceptance, Lookup
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice
 from decode_worker.step import Step
 
-_LOG_LEAST_CHANCE = math.log(0.1)
-"""Logarithm of the least chance of a token that is drafted."""
+_LEAST_CHANCE = 0.1
+"""Least chance of a token that is drafted."""
 _MOST_DRAFTING = 32
 """Most steps with drafts one after another. What the next one takes is what theirs are compared with."""
 _OBSERVED = 8
@@ -34,47 +38,144 @@ _MARGIN = 1.03
 """Ratio by which drafts must raise the tokens per second: estimates vary, and drafts cost some work beside steps."""
 
 
+class _Chance(NamedTuple):
+    """A token that may be drafted."""
+
+    chance: float
+    """That it and those before it are right."""
+    place: int
+    """From 1."""
+    proposer: Proposer
+
+
+class DraftPlan(NamedTuple):
+    """What is to be drafted for a step."""
+
+    tokens: dict[DecodeChoice, list[int]]
+    """Tokens to be verified, in the order of the step; zeros of `by_model`."""
+    by_model: frozenset[DecodeChoice]
+    """The sequences of which the draft model is to tell them."""
+
+
+class Drafts(NamedTuple):
+    """How many tokens are to be drafted of which sequences."""
+
+    nums: dict[DecodeChoice, int]
+    """In the order of the step; no zeros."""
+    by_model: frozenset[DecodeChoice]
+    """The sequences of which the draft model drafts; the others' tokens are looked up."""
+    expected: float
+    """Tokens that the step is expected to yield."""
+    step_s: float
+    """What it is expected to take."""
+
+
+_NO_PLAN = DraftPlan({}, frozenset())
+_NOTHING = Drafts({}, frozenset(), 0.0, 1.0)
+_chance = attrgetter("chance")
+
+
 class Speculation:
     """Chooses the drafts of each step, and learns from what becomes of them."""
 
-    def __init__(self, policy: Policy, times: RowTimes) -> None:
+    def __init__(
+        self, policy: Policy, times: RowTimes, model: DraftModel | None = None, *, looks_up: bool = True
+    ) -> None:
+        """`times` is what steps take without the draft model's passes. Without `looks_up`, the draft model is the only
+        proposer."""
         self._policy = policy
         self._times = times
+        self.model = model
+        self._looks_up = looks_up
         self._of_texts, self._of_predictions = CommonAcceptance(0.5), CommonAcceptance(0.8)
         self._num_drafting = 0
         """Steps with drafts since the last one without."""
         self._num_plain = _OBSERVED - 1
         """Steps without drafts since the last one with some, or more; the first one after it counts."""
 
-    def plan(self, decodes: Sequence[DecodeChoice], most: int) -> dict[DecodeChoice, list[int]]:
-        """Tokens to be verified in the next step of `decodes`, at most `most` in all. No step may be in flight."""
+    def plan(self, decodes: Sequence[DecodeChoice], most: int) -> DraftPlan:
+        """Choose what to draft for the next step of `decodes`, at most `most` tokens. No step may be in flight."""
         if self._num_drafting == _MOST_DRAFTING and not self._policy.draft_tokens:
             self._num_drafting = 0
-            return {}
-        nums = self._nums(decodes, min(most, most_drafted(self._policy.max_num_seqs)), num_ahead=0)
-        self._num_drafting = self._num_drafting + 1 if nums else 0
-        return {choice: self._lookup(choice).propose(num) for choice, num in nums.items()}
+            return _NO_PLAN
+        drafts = self._choose(decodes, min(most, most_drafted(self._policy.max_num_seqs)), num_ahead=0)
+        tokens = {}
+        for choice, num in drafts.nums.items():
+            if choice not in drafts.by_model:
+                tokens[choice] = self._lookup(choice).propose(num)
+            elif self.model is not None and self.model.hold(choice, num):
+                tokens[choice] = [0] * num
+        self._num_drafting = self._num_drafting + 1 if tokens else 0
+        return DraftPlan(tokens, drafts.by_model)
 
-    def would_draft(self, decodes: Sequence[DecodeChoice]) -> bool:
+    def draft_work(self, step: Step, plan: DraftPlan, num_left: Callable[[DecodeChoice], int]) -> DraftWork | None:
+        """What the draft model does for a step whose drafts were planned, and may have become fewer. `num_left` returns
+        how many tokens a sequence is expected to get still."""
+        if self.model is None:
+            return None
+        drafts = {choice: draft for choice, draft in step.drafts.items() if choice in plan.by_model}
+        chunks: dict[DecodeChoice, tuple[int, int]] = {}
+        if step.decodes and not step.chunks:
+            self._judge(step.decodes, num_left)
+            if self.model.wants(step.decodes):
+                step_s = self._times.step_s(rows_of(step.decodes), _drafted_rows(step))
+                step_s += self.model.passes_s(self.model.work(drafts, {}))
+                chunks = self.model.chunks(step.decodes, drafts, step_s)
+        return self.model.work(drafts, chunks) if drafts or chunks else None
+
+    def would_draft(self, decodes: Sequence[DecodeChoice], num_left: Callable[[DecodeChoice], int]) -> bool:
         """Whether drafts would pay in the step after the one that computes the next token of `decodes`, if those are
-        what is expected."""
+        what is expected; or whether the draft model has sequences to compute. For `num_left` see `draft_work`."""
+        self._judge(decodes, num_left)
+        if self.model is not None and self.model.wants(decodes):
+            return True
         most = min(self._policy.token_budget - len(decodes), most_drafted(self._policy.max_num_seqs))
-        return bool(self._nums(decodes, most, num_ahead=1))
+        return bool(self._choose(decodes, most, num_ahead=1).nums)
+
+    def drafted(self, step: Step, drafted: Drafted) -> None:
+        """The draft model has done its work for a step: its tokens are known."""
+        work = step.draft_work
+        if self.model is None:
+            return
+        if work is None:
+            self.model.forget_slowly()
+            return
+        for draft, token_ids in zip(work.drafts.values(), drafted.token_ids, strict=True):
+            draft[:] = token_ids[: len(draft)]
+        self.model.done(work, drafted.seconds)
 
     def observe(self, step: Step, seconds: float) -> None:
-        """Learn from what a step took that did nothing but decode: with drafts from each, else from some."""
+        """Learn from what a step took, without the draft model, that did nothing but decode: with drafts from each,
+        else from some."""
         self._num_plain = _OBSERVED - 1 if step.drafts else self._num_plain + 1
         if not step.decodes or (not step.drafts and self._num_plain % _OBSERVED):
             return
-        drafts = (
-            sum(map(len, step.drafts.values())),
-            sum(c.sequence.num_tokens * len(d) for c, d in step.drafts.items()),
-        )
-        self._times.observe(rows_of(step.decodes), drafts, seconds)
+        self._times.observe(rows_of(step.decodes), _drafted_rows(step), seconds)
 
-    def _nums(self, decodes: Sequence[DecodeChoice], most: int, num_ahead: int) -> dict[DecodeChoice, int]:
-        """How many tokens are drafted of each sequence, in the order of `decodes`; no zeros. The next `num_ahead`
-        tokens are being computed already."""
+    def _choose(self, decodes: Sequence[DecodeChoice], most: int, num_ahead: int) -> Drafts:
+        """How many tokens are drafted of each sequence. The next `num_ahead` tokens are being computed already."""
+        lookups = self._expecting(decodes) if self._looks_up else []
+        knowing = [] if self.model is None else self.model.proposers(decodes)
+        if not (lookups or knowing) or most <= 0:
+            return _NOTHING  # the code behind this is cold in most steps, and takes ten times as long then
+        plain = rows_of(decodes)
+        found = self._best(plain, lookups, most, num_ahead)
+        if knowing:
+            better = {each.choice: each for each in knowing}
+            better |= {
+                each.choice: each
+                for each in lookups
+                if each.choice not in better or each.acceptance >= better[each.choice].acceptance
+            }
+            mixed = self._best(plain, list(better.values()), most, num_ahead)
+            if self._policy.draft_tokens or mixed.expected / mixed.step_s > found.expected / found.step_s:
+                found = mixed
+        if found.nums:
+            found = found._replace(nums={each: found.nums[each] for each in decodes if each in found.nums})
+        return found
+
+    def _expecting(self, decodes: Sequence[DecodeChoice]) -> list[Proposer]:
+        """Sequences whose next tokens can be looked up."""
         expecting, num_new = [], 0
         for choice in decodes:
             if choice.sequence.sampling.grammar is not None:
@@ -83,42 +184,74 @@ class Speculation:
             if choice.lookup is not None or num_new <= _MOST_NEW:
                 lookup = self._lookup(choice)
                 if lookup.expects:
-                    expecting.append((choice, lookup.acceptance))
-        if not expecting or most <= 0:  # the code behind this is cold in most steps, and takes ten times as long then
-            return {}
-        plain = rows_of(decodes)
-        # A token that is drafted must bring at least its share of the step's tokens.
-        least = 0.0 if self._policy.draft_tokens else len(decodes) * self._times.least_share(plain[0], most)
-        chances = []
-        for choice, acceptance in expecting:
-            if acceptance > least:
-                chances += self._chances(choice, acceptance, num_ahead)
-        if not chances:
-            return {}
-        nums = self._best(plain, sorted(chances, key=_chance, reverse=True)[:most])
-        return {choice: nums[choice] for choice in decodes if choice in nums} if nums else {}
+                    expecting.append(Proposer(choice, lookup.acceptance))
+        return expecting
 
-    def _chances(self, choice: DecodeChoice, acceptance: float, num_ahead: int) -> list[tuple[float, DecodeChoice]]:
-        """The chance of each of the next tokens that it comes as expected; without those that hardly will."""
+    def _best(self, plain: tuple[int, int], proposers: Sequence[Proposer], most: int, num_ahead: int) -> Drafts:
+        """The numbers of drafted tokens by which the step yields the most tokens per second; nothing unless it pays."""
+        plain_s = self._times.step_s(plain)
+        # A token that is drafted must bring at least its share of the step's tokens.
+        least_looked_up = least_of_model = 0.0
+        if not self._policy.draft_tokens:
+            least_looked_up = least_of_model = plain[0] * self._times.least_share(plain[0], most)
+            num = sum(each.num_behind > 0 for each in proposers)
+            if num and self.model is not None:
+                least_of_model += plain[0] * self.model.times.step_s((num, 0)) / num / plain_s
+        chances: list[_Chance] = []
+        for each in proposers:
+            chances += self._chances(each, least_of_model if each.num_behind else least_looked_up, num_ahead)
+        if not chances:
+            return Drafts({}, frozenset(), plain[0], plain_s)
+        chances = sorted(chances, key=_chance, reverse=True)[:most]
+        best = Drafts({}, frozenset(), plain[0], plain_s)
+        best_rate, num_best = _MARGIN * plain[0] / plain_s, 0
+        yielded, costs = float(plain[0]), _Costs(plain, self._times, self.model)
+        for num, token in enumerate(chances, start=1):
+            yielded += token.chance
+            step_s = costs.with_token(token)
+            if yielded / step_s > best_rate or self._policy.draft_tokens:
+                best, best_rate, num_best = best._replace(expected=yielded, step_s=step_s), yielded / step_s, num
+        taken = [token.proposer for token in chances[:num_best]]
+        return best._replace(
+            nums=Counter(each.choice for each in taken),
+            by_model=frozenset(each.choice for each in taken if each.num_behind),
+        )
+
+    def _chances(self, proposer: Proposer, least: float, num_ahead: int) -> list[_Chance]:
+        """The chance of each of the next tokens; without those that hardly come, or bring less than `least`."""
+        choice, acceptance = proposer.choice, proposer.acceptance
         num = min(self._policy.draft_tokens or MAX_DRAFT_TOKENS, self._num_left(choice) - 1 - num_ahead)
         if not self._policy.draft_tokens:
-            num = min(num, int(_LOG_LEAST_CHANCE / min(math.log(max(acceptance, 1e-9)), -1e-9)))
-        return [(acceptance**place, choice) for place in range(1, num + 1)]
+            if acceptance <= least:
+                return []
+            num = min(num, int(math.log(max(least, _LEAST_CHANCE)) / min(math.log(max(acceptance, 1e-9)), -1e-9)))
+        return [_Chance(acceptance**place, place, proposer) for place in range(1, num + 1)]
 
-    def _best(self, plain: tuple[int, int], chances: Sequence[tuple[float, DecodeChoice]]) -> dict[DecodeChoice, int]:
-        """The number of drafted tokens of each sequence by which the step yields the most tokens per second. `chances`
-        are sorted: taking a token takes those before it in its draft."""
-        if self._policy.draft_tokens:
-            return Counter(choice for _, choice in chances)
-        least_rate = _MARGIN * plain[0] / self._times.step_s(plain)
-        expected, num_read, best = float(plain[0]), 0, 0
-        for num, (chance, choice) in enumerate(chances, start=1):
-            expected += chance
-            num_read += choice.sequence.num_tokens
-            rate = expected / self._times.step_s(plain, (num, num_read))
-            if rate > least_rate:
-                least_rate, best = rate, num
-        return Counter(choice for _, choice in chances[:best])
+    def _judge(self, decodes: Sequence[DecodeChoice], num_left: Callable[[DecodeChoice], int]) -> None:
+        """Decide for which sequences, of those that it does not know, the draft model is to compute all tokens: as if
+        it knew them all, it would save so many seconds in a step, of which each sequence has its share."""
+        asked = [] if self.model is None else self.model.to_judge(decodes)
+        if self.model is None or not asked:
+            return
+        plain = rows_of(decodes)
+        drafts = self._best(plain, self.model.proposers(decodes, asked), most_drafted(self._policy.max_num_seqs), 0)
+        saved_s = drafts.expected * self._times.step_s(plain) / plain[0] - drafts.step_s
+        for choice in asked:
+            if self._policy.draft_tokens:
+                self.model.judged(choice, math.inf)
+                continue
+            acceptance = self.model.table(choice).acceptance
+            more = sum(acceptance**place for place in range(1, drafts.nums.get(choice, 0) + 1))
+            if not more or self._served(choice, acceptance):
+                self.model.judged(choice, 0.0)
+                continue
+            share = more / (drafts.expected - plain[0])
+            self.model.judged(choice, saved_s * share * num_left(choice) / (1 + more))
+
+    def _served(self, choice: DecodeChoice, acceptance: float) -> bool:
+        """Whether looking up is as often right."""
+        lookup = choice.lookup
+        return lookup is not None and lookup.expects and lookup.acceptance >= acceptance
 
     def _lookup(self, choice: DecodeChoice) -> Lookup:
         """What is expected next in a sequence, of which every token was read."""
@@ -137,6 +270,33 @@ class Speculation:
         return most - sequence.num_tokens
 
 
+class _Costs:
+    """What a step takes, draft by draft."""
+
+    def __init__(self, plain: tuple[int, int], times: RowTimes, model: DraftModel | None) -> None:
+        self._plain = plain
+        self._times = times
+        self._model = model
+        self._num = self._num_read = 0
+        self._passes: list[tuple[int, int, float]] = []
+        """(rows, tokens that they attend to, seconds) of each pass of the draft model."""
+
+    def with_token(self, token: _Chance) -> float:
+        """Seconds of the step with this token, too. The tokens of a draft come in their order."""
+        num_tokens = token.proposer.choice.sequence.num_tokens
+        self._num += 1
+        self._num_read += num_tokens
+        if token.proposer.num_behind and self._model is not None:
+            if token.place > len(self._passes):
+                self._passes.append((0, 0, 0.0))
+            num_rows, num_read, _ = self._passes[token.place - 1]
+            more = token.proposer.num_behind if token.place == 1 else 1
+            rows = num_rows + more, num_read + more * num_tokens
+            self._passes[token.place - 1] = (*rows, self._model.times.step_s(rows))
+        drafts_s = sum(seconds for _, _, seconds in self._passes)
+        return self._times.step_s(self._plain, (self._num, self._num_read)) + drafts_s
+
+
 def most_drafted(max_num_seqs: int) -> int:
     """Most drafted tokens of a step: as many as a full batch has, or those of one sequence. Each has logits."""
     return max(max_num_seqs, MAX_DRAFT_TOKENS)
@@ -147,5 +307,9 @@ def rows_of(decodes: Sequence[DecodeChoice]) -> tuple[int, int]:
     return len(decodes), sum(choice.sequence.num_tokens for choice in decodes)
 
 
-def _chance(entry: tuple[float, DecodeChoice]) -> float:
-    return entry[0]
+def _drafted_rows(step: Step) -> tuple[int, int]:
+    """The same of the drafted tokens of a step."""
+    return (
+        sum(map(len, step.drafts.values())),
+        sum(choice.sequence.num_tokens * len(draft) for choice, draft in step.drafts.items()),
+    )

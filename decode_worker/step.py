@@ -8,6 +8,7 @@ from common.engine.batch import Slice
 from common.engine.prompt import prompt_slice
 from common.scheduling.chunked_prefill import Chunk
 from decode_worker.columns import next_sample
+from decode_worker.draft_model import DraftWork
 from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
 
@@ -18,6 +19,8 @@ class Step:
     decodes: list[DecodeChoice] = field(default_factory=list)
     drafts: dict[DecodeChoice, list[int]] = field(default_factory=dict)
     """Tokens that are verified after those of some of `decodes`, in their order."""
+    draft_work: DraftWork | None = None
+    """What the draft model does before; None if nothing. Until then its drafts are zeros."""
     chunks: list[Chunk[LocalPrompt]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, target block)."""

@@ -92,6 +92,9 @@ class DecodeSteps:
             copies=step.copies,
             swap_outs=step.swap_outs,
             swap_ins=step.swap_ins,
+            drafting=None
+            if step.draft_work is None or decoding is None
+            else step.draft_work.drafting(decoding.row_of()),
             scored=any(chunk.prompt.request.work.prompt_logprobs is not None for chunk in step.chunks),
             noticed=self._front.tell_turn(),
         )
@@ -103,7 +106,10 @@ class DecodeSteps:
         planned: DecodePlan = ended.work.step
         self._totals.block_steps += self._pool.num_used
         self._pool.step_finished(planned.number)
-        step = planned.step
+        step, speculation = planned.step, self._scheduler.speculation
+        if speculation is not None:
+            speculation.drafted(step, ended.drafted)
+            self._totals.draft_s += ended.drafted.seconds
         if planned.decoding is not None and ended.chosen is not None:
             self._decoded(step, planned.decoding, ended.chosen)
         sampled = dict(zip(map(id, step.chunks), ended.outcomes, strict=True))
@@ -115,8 +121,8 @@ class DecodeSteps:
         if not (step.copies or step.swap_outs or step.swap_ins):
             num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
             self._costs.observe_step(num_tokens, len(step.decodes), ended.duration_s)
-            if self._scheduler.speculation is not None and not step.chunks:
-                self._scheduler.speculation.observe(step, ended.duration_s)
+            if speculation is not None and not step.chunks:
+                speculation.observe(step, ended.duration_s - ended.drafted.seconds)
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._front.tell_cache()
@@ -128,7 +134,7 @@ class DecodeSteps:
         for index in others:
             choice = step.decodes[index]
             if choice.stage is ChoiceStage.RUNNING:
-                self._advance(choice, decoding.outcomes(index, chosen), step.drafts.get(choice, ()))
+                self._advance(choice, decoding.outcomes(index, chosen), step)
         if self._scheduler.trials:
             for choice in step.decodes:
                 self._end_trial(choice.request)
@@ -180,9 +186,9 @@ class DecodeSteps:
             self._book.ask_mask(choice)
         self._book.finish_if_ended(request)
 
-    def _advance(self, choice: DecodeChoice, outcomes: Iterable[Sampled], draft: Sequence[int] = ()) -> None:
-        """Append what was sampled to a sequence whose tokens all have their KV: a token, and one more for each token of
-        the draft that was right. Tokens after the last one of the sequence do not count."""
+    def _advance(self, choice: DecodeChoice, outcomes: Iterable[Sampled], step: Step | None = None) -> None:
+        """Append what was sampled to a sequence whose tokens all have their KV: a token, and one more for each token
+        that was drafted of it in `step` and was right. Tokens after the last one of the sequence do not count."""
         request, before = choice.request, choice.sequence.num_tokens
         for outcome in outcomes:
             if isinstance(outcome, InvalidLogitsError):
@@ -194,11 +200,8 @@ class DecodeSteps:
         num_new = choice.sequence.num_tokens - before
         self._totals.generated += num_new
         self._answers.tokens(choice)
-        if draft:
-            self._totals.verified(len(draft), num_new - 1)
-            choice.num_drafted += len(draft)
-            choice.num_accepted += num_new - 1
-            self._scheduler.sequences.drafted(choice, num_new - 1)
+        if step is not None and choice in step.drafts:
+            self._verified(choice, step, num_new - 1)
         self._end_trial(request)
         if choice.finish_reason is not None:
             self._totals.sequence_ended(self._agenda.now - choice.began)
@@ -206,6 +209,18 @@ class DecodeSteps:
             self._book.finish_if_ended(request)
         if choice.sequence.grammar_state is not None:
             self._book.ask_mask(choice)
+
+    def _verified(self, choice: DecodeChoice, step: Step, num_right: int) -> None:
+        """The first `num_right` tokens that were drafted of a sequence in `step` were right."""
+        num_drafted = len(step.drafts[choice])
+        by_model = step.draft_work is not None and choice in step.draft_work.drafts
+        self._totals.verified("draft" if by_model else "lookup", num_drafted, num_right)
+        choice.num_drafted += num_drafted
+        choice.num_accepted += num_right
+        self._scheduler.sequences.drafted(choice, num_right)
+        model = None if self._scheduler.speculation is None else self._scheduler.speculation.model
+        if by_model and model is not None:
+            model.verified(choice, choice.sequence.num_tokens - num_right - 1, num_drafted, num_right)
 
     def _append(self, choice: DecodeChoice, outcome: SampledToken) -> None:
         """Append a token, and note if the sequence ends with it."""

@@ -16,8 +16,14 @@ from common.runtime.probes import counter, gauge
 if TYPE_CHECKING:
     from decode_worker.core import DecodeCore
 
+PROPOSERS = ("lookup", "draft")
+"""What tells drafted tokens: the text, or the draft model."""
 _SEQUENCE_WEIGHT = 0.1
 """EWMA weight of the newest sequence's duration."""
+
+
+def _by_place() -> dict[str, list[int]]:
+    return {proposer: [0] * MAX_DRAFT_TOKENS for proposer in PROPOSERS}
 
 
 @dataclass(slots=True)
@@ -34,21 +40,25 @@ class DecodeTotals:
     """Tokens computed again after a preemption."""
     drafts: int = 0
     """Sequences that had drafted tokens, summed over the steps."""
-    drafted: int = 0
-    """Drafted tokens."""
-    accepted_at: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
-    """Drafted tokens that were right, by their place in the draft."""
+    accepted_at: dict[str, list[int]] = field(
+        default_factory=lambda: {each: [0] * MAX_DRAFT_TOKENS for each in PROPOSERS}
+    )
+    """Drafted tokens that were right, by their proposer and their place in the draft."""
+    drafted_by: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROPOSERS, 0))
+    """Drafted tokens by their proposer."""
+    draft_s: float = 0.0
+    """What the draft model's passes took, in seconds."""
     block_steps: int = 0
     """Blocks in use, summed over the steps."""
     sequence_s: float = field(default=0.0)
     """EWMA of a sequence's duration here, in seconds from its first token to its last."""
 
-    def verified(self, num_drafted: int, num_right: int) -> None:
+    def verified(self, proposer: str, num_drafted: int, num_right: int) -> None:
         """A draft was verified; its first `num_right` tokens were right."""
         self.drafts += 1
-        self.drafted += num_drafted
+        self.drafted_by[proposer] += num_drafted
         for place in range(num_right):
-            self.accepted_at[place] += 1
+            self.accepted_at[proposer][place] += 1
 
     def sequence_ended(self, took_s: float) -> None:
         """A sequence has had its last token, `took_s` seconds after its first."""
@@ -82,6 +92,7 @@ def counts(core: DecodeCore) -> Mapping[str, object]:
     return {
         **core.front.counts(),
         "host_blocks_used": scheduler.swap.num_used,
+        "draft_blocks_used": _num_draft_blocks(core),
         "waiting": scheduler.num_waiting,
         "pulling": len(scheduler.entrance.reserved),
         "computing": len(scheduler.prompts),
@@ -117,12 +128,34 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
     yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.swap.num_used)
     yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", core.departures.num_moved)
-    by_model = {"drafts": totals.drafts, "draft_tokens": totals.drafted, "accepted_tokens": sum(totals.accepted_at)}
-    for what, number in by_model.items():
-        text = f"Speculative decoding: {what.replace('_', ' ')}."
-        yield counter(f"vllm:spec_decode_num_{what}", text, {name: number}, "model_name")
-    by_place = {str(place): number for place, number in enumerate(totals.accepted_at)}
-    yield counter("baton_draft_tokens_accepted", "Drafted tokens that were right.", by_place, "position")
+    yield from _draft_metrics(core, name)
     tail = core.arrivals.num_tail_blocks
     yield counter("baton_move_tail_blocks", "Blocks read while sequences stood still to come here.", tail)
     yield from core.front.metrics()
+
+
+def _draft_metrics(core: DecodeCore, name: str) -> Iterable[Metric]:
+    totals = core.totals
+    num_accepted = sum(map(sum, totals.accepted_at.values()))
+    numbers = {
+        "drafts": totals.drafts,
+        "draft_tokens": sum(totals.drafted_by.values()),
+        "accepted_tokens": num_accepted,
+    }
+    for what, number in numbers.items():
+        text = f"Speculative decoding: {what.replace('_', ' ')}."
+        yield counter(f"vllm:spec_decode_num_{what}", text, {name: number}, "model_name")
+    yield counter("baton_draft_tokens", "Drafted tokens.", totals.drafted_by, "proposer")
+    by_place = {(by, str(place)): num for by, nums in totals.accepted_at.items() for place, num in enumerate(nums)}
+    yield counter("baton_draft_tokens_accepted", "Drafted tokens that were right.", by_place, "proposer", "position")
+    speculation = core.scheduler.speculation
+    model = None if speculation is None else speculation.model
+    caught_up = 0 if model is None else model.num_caught_up
+    yield counter("baton_draft_tokens_caught_up", "Tokens that the draft model computed to draft later.", caught_up)
+    yield counter("baton_draft_seconds", "Time in the passes of the draft model.", totals.draft_s)
+    yield gauge("baton_draft_blocks_used", "Blocks of the draft model's KV cache in use.", _num_draft_blocks(core))
+
+
+def _num_draft_blocks(core: DecodeCore) -> int:
+    speculation = core.scheduler.speculation
+    return 0 if speculation is None or speculation.model is None else speculation.model.cache.num_used

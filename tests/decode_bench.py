@@ -160,7 +160,7 @@ class Bench:
         self.pool.step_finished(self._number)
         for choice in step.decodes:
             if choice.stage is ChoiceStage.RUNNING:
-                self._advance(choice, ends)
+                self._decoded(choice, step, ends)
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last and chunk.prompt.choice is not None:
                 self.scheduler.sequences.recomputed(chunk.prompt.choice, self.now)
@@ -200,6 +200,9 @@ class Bench:
     def num_preemptions(self) -> int:
         """Of either kind."""
         return self.scheduler.swap.num_swapped + self.scheduler.preemption.num_recomputed
+
+    def _decoded(self, choice: DecodeChoice, step: Step, ends: Collection[DecodeChoice]) -> None:
+        self._advance(choice, ends)
 
     def _advance(self, choice: DecodeChoice, ends: Collection[DecodeChoice]) -> None:
         sequence = choice.sequence

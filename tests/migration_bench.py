@@ -26,7 +26,7 @@ from common.contract.messages.gateway import Abort, Ack, Decode, Resume, Source
 from common.contract.messages.session import Hello, Phase, Role
 from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, Timings, TokenLogprobs, Tokens
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Chosen, Decodes, SampledToken, Slice
+from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, SampledToken, Slice
 from common.runtime.config import DecodeSettings
 from common.scheduling.costs import Costs
 from common.worker.events import Ticked
@@ -142,6 +142,10 @@ class Engine:
         """What the step's decodes have chosen, once its outcomes are known."""
         return self.decoded
 
+    def drafted(self, step: Pause) -> Drafted:
+        """There is no draft model."""
+        return NOTHING_DRAFTED
+
     def close(self) -> None:
         """Nothing to do."""
 
@@ -152,8 +156,10 @@ class Engine:
         swap_outs: Sequence[tuple[int, int]],
         swap_ins: Sequence[tuple[int, int]],
         decodes: Decodes | None,
+        drafting: None = None,
     ) -> list[tuple[SampledToken, ...]]:
         """What the step does, and answers of its slices."""
+        assert drafting is None, "there is no draft model"
         for block, copy in copies:
             self.memory[copy] = dict(self.memory.get(block, {}))
         for block, slot in swap_outs:

@@ -3,7 +3,7 @@
 A step computes slices, each an object, and decodes: the last token of each of many sequences, as columns of arrays. So
 a token of a decode costs an entry of each array, and no object. Nobody changes these objects once they are made.
 
-Shapes: N samples, D decodes, M blocks of the longest sequence.
+Shapes: N samples, D decodes, M blocks of the longest sequence, S sequences of which a draft model drafts tokens.
 """
 
 from __future__ import annotations
@@ -161,6 +161,33 @@ class Decodes:
         """The tokens and blocks as slices without samples."""
         columns = zip(self.token_ids_D.tolist(), self.positions_D.tolist(), self.tables_DM.tolist(), strict=True)
         return [Slice(token_ids=(token,), start=start, block_table=table) for token, start, table in columns]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Drafting:
+    """What the draft model computes before a step, and the rows of the step's decodes that wait for what it says."""
+
+    slices: Sequence[Slice]
+    """Tokens of sequences that the draft model does not know yet, without the last one of those of which it drafts.
+    Like `tables` they name blocks of the draft model's cache."""
+    rows_S: Ints
+    """The row of the last token of each sequence of which tokens are drafted; the rows of these tokens follow it."""
+    nums_S: Ints
+    """Tokens to be drafted of each sequence, at least one."""
+    tables: Sequence[Sequence[int]]
+    """Blocks of each of these sequences, for all but the last drafted token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What the draft model has said."""
+
+    token_ids: Sequence[Sequence[int]] = ()
+    """The drafted tokens of each sequence, in the order of `Drafting`."""
+    seconds: float = 0.0
+
+
+NOTHING_DRAFTED = Drafted()
 
 
 @dataclass(slots=True)

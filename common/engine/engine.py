@@ -16,7 +16,8 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
-from common.engine.batch import Chosen, Decodes, Sampled, Scored, Slice
+from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, Drafting, Sampled, Scored, Slice
+from common.engine.drafter import Drafter
 from common.engine.engine_thread import EngineThread
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.engine.time_rows import time_rows
@@ -39,6 +40,16 @@ class Started:
     end: float
     """When the engine's thread had done its part of the step. Without a GPU that is the whole step."""
     submitted: Submitted
+    drafted: Drafted
+    """Tokens of which the step knew nothing before; see `Drafting`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCheckpoint:
+    """The draft model that a worker is to load."""
+
+    folder: Path
+    kv_cache_bytes: int
 
 
 def device_of(settings: WorkerSettings) -> DeviceType:
@@ -58,6 +69,7 @@ class Engine:
         fingerprint: Fingerprint,
         costs: Costs | None = None,
         row_times: RowTimes | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._thread = thread
         self._waiter = EngineThread("waiter")
@@ -68,6 +80,8 @@ class Engine:
         """Costs measured after loading. Callers that measure better may refine them."""
         self.row_times = row_times
         """The same of steps of decodes; None if they were not measured."""
+        self.drafter = drafter
+        """The draft model; None if there is none."""
         self.num_steps = 0
         """Steps finished. Stops growing if the engine hangs."""
         self.last_step_s = 0.0
@@ -88,17 +102,30 @@ class Engine:
         swap_bytes: int = 0,
         graph_seqs: int = 0,
         timed_rows: int = 0,
+        draft_model: DraftCheckpoint | None = None,
     ) -> Engine:
         """Load the model and measure its costs on the engine's thread; `progress(done, total)` is called there.
 
         `settings.device` must not be "auto" (see `device_of`). Costs are measured by steps of up to `step_tokens`
         tokens. `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs`
         decode tokens become CUDA graphs; 0 makes none. Steps of up to `timed_rows` decode tokens are timed; 0 times
-        none. Raises `OperatorError`.
+        none. `draft_model` is loaded beside the model, timed in the same way, and drafts at most `timed_rows` sequences
+        at once. Raises `OperatorError`.
         """
         thread = EngineThread("engine")
         return await thread.run(
-            partial(cls._load, thread, settings, folder, progress, step_tokens, swap_bytes, graph_seqs, timed_rows)
+            partial(
+                cls._load,
+                thread,
+                settings,
+                folder,
+                progress,
+                step_tokens,
+                swap_bytes,
+                graph_seqs,
+                timed_rows,
+                draft_model,
+            )
         )
 
     @classmethod
@@ -112,6 +139,7 @@ class Engine:
         swap_bytes: int,
         graph_seqs: int,
         timed_rows: int,
+        draft_model: DraftCheckpoint | None,
     ) -> Engine:
         device = settings.device
         assert device != "auto", "nobody has looked for a device"
@@ -125,6 +153,8 @@ class Engine:
         if device == "cpu":
             torch.set_num_threads(num_threads)
         try:
+            # First: the model's cache may take the rest of a GPU's memory.
+            draft_runner = None if draft_model is None else _load_draft_model(settings, draft_model, graph_seqs)
             with unchanged(folder):
                 # Hash every byte of the files while they are loaded: loading brings them into memory.
                 hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
@@ -149,6 +179,9 @@ class Engine:
                 )
             costs = measure_costs(runner, step_tokens)
             row_times = time_rows(runner, timed_rows) if timed_rows else None
+            drafter = None
+            if draft_runner is not None:
+                drafter = Drafter(draft_runner, time_rows(draft_runner, timed_rows), runner.config.vocab_size)
         except torch.OutOfMemoryError as error:
             advice = "lower --kv-cache-bytes or --max-num-seqs, or raise --gpu-reserve-bytes"
             raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
@@ -160,7 +193,7 @@ class Engine:
         )
         if runner.num_host_blocks:
             log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
-        return cls(thread, runner, fingerprint, costs, row_times)
+        return cls(thread, runner, fingerprint, costs, row_times, drafter)
 
     def submit(
         self,
@@ -169,8 +202,10 @@ class Engine:
         swap_outs: Sequence[tuple[int, int]] = (),
         swap_ins: Sequence[tuple[int, int]] = (),
         decodes: Decodes | None = None,
+        drafting: Drafting | None = None,
     ) -> asyncio.Future[Started]:
-        """Submit one step: copy, swap out, swap in, and compute `decodes` and `slices` (possibly none), in this order.
+        """Submit one step: draft, copy, swap out, swap in, and compute `decodes` and `slices` (possibly none), in this
+        order.
 
         Pairs are (from, to): blocks for `copies`, (block, host slot) for `swap_outs`, (host slot, block) for
         `swap_ins`. So one step can swap KV out and in again, and can swap into a block that it swaps out. Steps run in
@@ -180,12 +215,16 @@ class Engine:
 
         def work() -> Started:
             begin = time.perf_counter()
+            drafted, with_drafts = NOTHING_DRAFTED, decodes
+            if drafting is not None:
+                assert self.drafter is not None, "there is no draft model"
+                drafted, with_drafts = self.drafter.draft(drafting, decodes)
             for source, destination in copies:
                 self.runner.copy_block(source, destination)
             self.runner.swap_out(swap_outs)
             self.runner.swap_in(swap_ins)
-            submitted = self.runner.submit(slices, decodes)
-            return Started(begin, time.perf_counter(), submitted)
+            submitted = self.runner.submit(slices, with_drafts)
+            return Started(begin, time.perf_counter(), submitted, drafted)
 
         return self._thread.run(work)
 
@@ -211,6 +250,11 @@ class Engine:
         return step.result().submitted.chosen()
 
     @staticmethod
+    def drafted(step: asyncio.Future[Started]) -> Drafted:
+        """What the draft model has said for a step that has begun."""
+        return step.result().drafted
+
+    @staticmethod
     def scores(step: asyncio.Future[Started]) -> list[Scored]:
         """Scores of the scored tokens of each slice of a step. `outcomes` of the step must have returned."""
         return step.result().submitted.scores()
@@ -228,3 +272,21 @@ class Engine:
         """End the threads once the steps in flight are over."""
         self._thread.close()
         self._waiter.close()
+
+
+def _load_draft_model(settings: WorkerSettings, draft_model: DraftCheckpoint, graph_seqs: int) -> ModelRunner:
+    runner = load_runner(
+        draft_model.folder,
+        kv_cache_bytes=draft_model.kv_cache_bytes,
+        block_size=settings.block_size,
+        dtype=settings.dtype,
+        device=settings.device,
+        cpu_kernels=settings.cpu_kernels,
+        structured_output=False,
+    )
+    if settings.device == "cuda":
+        if graph_seqs:
+            runner.capture_graphs(graph_seqs)
+        runner.warm_up()
+    log.info("loaded %s to draft: %d blocks", draft_model.folder.name, runner.cache.num_blocks)
+    return runner

@@ -291,6 +291,7 @@ def load_runner(
     progress: Progress | None = None,
     cpu_kernels: bool = True,
     row_invariant: bool = False,
+    structured_output: bool = True,
 ) -> ModelRunner:
     """Load the checkpoint in `folder`, and allocate its KV cache and `swap_bytes` of host memory for swapped blocks.
 
@@ -298,8 +299,8 @@ def load_runner(
     the weights are loaded, less `gpu_reserve_bytes`. `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or
     "float16", and is that of the cache too. `progress` is called with (tensors loaded, tensors to load). `cpu_kernels`
     lets a CPU use the kernels in C, compiled if need be; with `row_invariant` they compute every product, so that a
-    sequence's numbers have the same bits whatever is computed beside it. Raises `OperatorError` for whatever the
-    operator must change.
+    sequence's numbers have the same bits whatever is computed beside it. Without `structured_output` the model serves
+    no grammars. Raises `OperatorError` for whatever the operator must change.
     """
     config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config, folder, dtype)
@@ -329,7 +330,7 @@ def load_runner(
         raise OperatorError(
             f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
         ) from error
-    grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids)
+    grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids) if structured_output else None
     return ModelRunner(Decoder(config, weights), cache, swap, _backend(on, kernels), grammars)
 
 

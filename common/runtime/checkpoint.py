@@ -135,6 +135,22 @@ def _canonical(config: dict[str, Any]) -> bytes:
     return json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
 
 
+def vocabulary(folder: Path) -> dict[str, int]:
+    """The ids of all tokens by their text, added ones included; empty if the folder has no `tokenizer.json` that says.
+
+    Raises `OperatorError`.
+    """
+    if not (folder / "tokenizer.json").exists():
+        return {}
+    content = read_config(folder, "tokenizer.json")
+    model, added = content.get("model"), content.get("added_tokens")
+    ids = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(ids, list):  # of a unigram model: pairs of text and score
+        ids = {str(pair[0]): index for index, pair in enumerate(ids) if isinstance(pair, list) and pair}
+    known = {str(each.get("content")): each.get("id") for each in added or () if isinstance(each, dict)}
+    return (ids if isinstance(ids, dict) else {}) | known
+
+
 def weights_hash(folder: Path, num_threads: int = 1) -> str:
     """SHA-256 of every byte of the weights: over each file's name, its size and the digests of its 4 MiB pieces.
 

@@ -33,8 +33,8 @@ _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 DeviceType = Literal["cpu", "cuda"]
 DEFAULTS_BY_DEVICE: Mapping[DeviceType, Mapping[str, int]] = {
-    "cpu": {"block_size": 32, "chunk_size": 512, "token_budget": 1024},
-    "cuda": {"block_size": 64, "chunk_size": 2048, "token_budget": 4096},
+    "cpu": {"block_size": 32, "chunk_size": 512, "token_budget": 1024, "draft_cache_bytes": 2**27},
+    "cuda": {"block_size": 64, "chunk_size": 2048, "token_budget": 4096, "draft_cache_bytes": 2**32},
 }
 """What a setting is that is given as 0. KV heads are outermost in a block: a head's keys lie in pieces of `block_size`
 slots, and pieces of 16 are too short for the prefetchers of a CPU where heads are small."""
@@ -275,10 +275,17 @@ class DecodeSettings(WorkerSettings, TokenTierSettings):
     preempt_by: Literal["cost", "swap", "recompute"] = Field(
         "cost", description="how a sequence gives up its blocks: cost takes the cheaper way"
     )
-    speculation: Literal["off", "lookup"] = Field(
+    speculation: Literal["off", "lookup", "draft", "auto"] = Field(
         "off",
         description="verify several tokens of a sequence in a step where that yields more tokens per second; lookup: "
-        "those that followed the last ones earlier in the text",
+        "those that followed the last ones earlier in the text; draft: those of a draft model; auto: of whichever is "
+        "right more often",
+    )
+    draft_model: str | None = Field(
+        None, description="folder or hub id of a small model with the same tokenizer, for --speculation draft or auto"
+    )
+    draft_cache_bytes: int = Field(
+        0, ge=0, description="bytes of the draft model's KV cache (0: 134217728 on a CPU, 4294967296 on a GPU)"
     )
     draft_tokens: int = Field(
         0,
@@ -286,6 +293,12 @@ class DecodeSettings(WorkerSettings, TokenTierSettings):
         le=MAX_DRAFT_TOKENS,
         description="tokens that are drafted of a sequence of which any can be (0: chosen in each step by what pays)",
     )
+
+    @model_validator(mode="after")
+    def _drafts_have_a_model(self) -> Self:
+        if self.speculation in ("draft", "auto") and self.draft_model is None:
+            raise ValueError(f"speculation {self.speculation} needs a draft_model")
+        return self
 
     @model_validator(mode="after")
     def _budget_holds_the_batch(self) -> Self:

@@ -35,12 +35,14 @@ def gauge(name: str, help_text: str, value: float, labels: Mapping[str, str] | N
     return family
 
 
-def counter(name: str, help_text: str, values: Mapping[str, float] | float, label: str | None = None) -> Metric:
-    """A counter with one sample, or with one sample for each value of `label`."""
-    family = CounterMetricFamily(name, help_text, labels=[] if label is None else [label])
+def counter(
+    name: str, help_text: str, values: Mapping[str, float] | Mapping[tuple[str, str], float] | float, *labels: str
+) -> Metric:
+    """A counter with one sample; or with one for each value of the label, or for each pair of values of two."""
+    family = CounterMetricFamily(name, help_text, labels=labels)
     if isinstance(values, Mapping):
         for key, value in values.items():
-            family.add_metric([key], value)
+            family.add_metric([key] if isinstance(key, str) else key, value)
     else:
         family.add_metric([], values)
     return family

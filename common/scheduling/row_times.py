@@ -56,6 +56,11 @@ class RowTimes:
         if more_s > 0:
             self.draft_scale = _moved(self.draft_scale, (seconds / self.scale - base_s) / more_s, _MOST_DRAFT_SCALE)
 
+    def correct(self, expected_s: float, seconds: float) -> None:
+        """Move `scale` towards what something took that was expected, by `step_s`, to take `expected_s`."""
+        if expected_s > 0:
+            self.scale = _moved(self.scale, self.scale * seconds / expected_s, _MOST_SCALE)
+
     def _measured_s(self, num_rows: int, num_tokens: int) -> float:
         """By the line between the measured numbers of rows on both sides; beyond the largest, by that through the last
         two, or through the origin if there is but one."""

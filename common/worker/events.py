@@ -12,7 +12,7 @@ from typing import Any
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.session import Role
-from common.engine.batch import Chosen, Decodes, Sampled, Scored, Slice
+from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, Drafting, Sampled, Scored, Slice
 from common.engine.grammar import GaveUp, GrammarState
 from kv_transfer.events import TransferAction, TransferEvent
 
@@ -80,6 +80,7 @@ class StepEnded:
     checksums: Sequence[tuple[int, ...]]
     """CRC-32 of the blocks `work.completed`; empty if the deployment does not use checksums."""
     duration_s: float
+    drafted: Drafted = NOTHING_DRAFTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ class Work:
     slices: Sequence[Slice]
     decodes: Decodes | None = None
     """Sequences that decode; None if there are none."""
+    drafting: Drafting | None = None
+    """What a draft model computes before; None if nothing."""
     copies: Sequence[tuple[int, int]] = ()
     swap_outs: Sequence[tuple[int, int]] = ()
     swap_ins: Sequence[tuple[int, int]] = ()

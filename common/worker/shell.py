@@ -211,7 +211,9 @@ class WorkerShell:
     async def _submit(self, work: Work) -> _InFlight:
         if work.noticed:
             await asyncio.sleep(NOTICE_S)
-        submitted = self._engine.submit(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
+        submitted = self._engine.submit(
+            work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes, work.drafting
+        )
         checksums = None
         if work.completed:  # computed before another step begins
             checksums = self._engine.call(lambda: [self._region.crc32(blocks) for blocks in work.completed])
@@ -226,7 +228,8 @@ class WorkerShell:
         scores = self._engine.scores(step.submitted) if work.scored else ()
         num_decodes = 0 if work.decodes is None else len(work.decodes)
         self._step_tokens.observe(num_decodes + sum(len(each.token_ids) for each in work.slices))
-        self._inbox.put(StepEnded(work, chosen, outcomes, scores, checksums, self._engine.last_step_s))
+        drafted = self._engine.drafted(step.submitted)
+        self._inbox.put(StepEnded(work, chosen, outcomes, scores, checksums, self._engine.last_step_s, drafted))
 
     async def _tick_loop(self) -> None:
         while True:

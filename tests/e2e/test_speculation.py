@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
 from stack import BLOCK_BYTES, Answer, Workers, answer, generation, prompt, until
 
 from common.contract.errors import Cause
@@ -76,6 +79,62 @@ async def test_drafts_change_nothing_that_clients_see(main_pool: Workers, pool: 
     assert 200 < right < drafted - 200, "tokens were drafted that were right, and some that were wrong"
     if room == "little":
         assert sum(worker.metric("baton_preemptions_total") for worker in drafting.decode) > 0
+
+
+def draft_model(kind: str, checkpoint: Callable[[str], Path], folder: Path) -> Path:
+    """A model that says what the llama says: always, mostly, or by chance alone."""
+    if kind == "right":
+        return checkpoint("llama")
+    make_checkpoint("llama", folder, seed=8 if kind == "wrong" else 7)
+    if kind == "similar":
+        weights = load_file(folder / "model.safetensors")
+        torch.manual_seed(0)
+        noisy = {name: each + 0.1 * each.std() * torch.randn_like(each) for name, each in weights.items()}
+        save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("room", ["enough", "little"])
+@pytest.mark.parametrize("kind", ["right", "wrong", "similar"])
+async def test_what_a_draft_model_says_changes_nothing(
+    main_pool: Workers, pool: Pool, checkpoint: Callable[[str], Path], tmp_path: Path, kind: str, room: str
+) -> None:
+    """With little room sequences are preempted, and the draft model has to compute them again."""
+    little = ("--kv-cache-bytes", str(40 * BLOCK_BYTES), "--memory-reserve", "-1", "--draft-cache-bytes", str(2**19))
+    folder = draft_model(kind, checkpoint, tmp_path)
+    drafts = ("--speculation", "auto" if kind == "similar" else "draft", "--draft-model", str(folder))
+    drafting = pool(
+        f"{kind} draft model, {room} room",
+        options=("--checksums",),
+        decode_options=(*drafts, "--draft-tokens", "4", *(little if room == "little" else ())),
+    )
+    draw = random.Random(kind + room)
+    async with main_pool.dispatcher() as dispatcher:
+        greedy = (await answer(dispatcher, works(0)[2])).tokens[0]
+        asked = works(stop_token=greedy[9])
+        expected = [await answer(dispatcher, work) for work in asked]
+    async with drafting.dispatcher() as dispatcher:
+        for _ in range(2):
+            order = draw.sample(range(len(asked)), len(asked))
+            got = await asyncio.gather(*(answer(dispatcher, asked[index]) for index in order))
+            for index, each in zip(order, got, strict=True):
+                assert (each.tokens, each.reasons) == (expected[index].tokens, expected[index].reasons), index
+                assert logprobs_of(each) == pytest.approx(logprobs_of(expected[index]), abs=1e-4), index
+        assert dispatcher.num_gaps == 0, "a token overtook those before it"
+    [worker] = drafting.decode
+    drafted = worker.metric("baton_draft_tokens_total", proposer="draft")
+    right = sum(
+        worker.metric("baton_draft_tokens_accepted_total", proposer="draft", position=str(place)) for place in range(4)
+    )
+    share = {"right": (0.8, 1.0), "wrong": (0.0, 0.3), "similar": (0.2, 0.95)}[kind]
+    assert drafted > 200
+    assert share[0] <= right / drafted <= share[1], (right, drafted)
+    assert worker.metric("baton_draft_tokens_caught_up_total") > 500
+    assert worker.metric("baton_draft_seconds_total") > 0
+    if room == "little":
+        assert worker.metric("baton_preemptions_total") > 0
+    drafting.wait_for_baseline()
+    assert worker.metric("baton_draft_blocks_used") == 0
 
 
 async def test_predictions_change_nothing_but_the_number_of_steps(main_pool: Workers, pool: Pool) -> None:

@@ -35,6 +35,7 @@ from decode_worker.columns import DecodeColumns
 from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.speculation import DraftPlan
 from decode_worker.step import Step
 from kv_transfer.pull import Pull
 
@@ -108,7 +109,7 @@ class Drafts:
         self.traffic = traffic
         self.num_right = 0
 
-    def plan(self, decodes: Seq[DecodeChoice], most: int) -> dict[DecodeChoice, list[int]]:
+    def plan(self, decodes: Seq[DecodeChoice], most: int) -> DraftPlan:
         drafts, pick = {}, self.traffic.pick
         for choice in decodes:
             sequence = choice.sequence
@@ -119,9 +120,12 @@ class Drafts:
             draft = [token if pick([True, True, False]) else 7 for token in true]
             if draft and sequence.sampling.grammar is None:
                 drafts[choice] = draft
-        return drafts
+        return DraftPlan(drafts, frozenset())
 
-    def would_draft(self, decodes: Seq[DecodeChoice]) -> bool:
+    def draft_work(self, *planned: object) -> None:
+        """There is no draft model."""
+
+    def would_draft(self, decodes: Seq[DecodeChoice], num_left: Callable[[DecodeChoice], int]) -> bool:
         return bool(self.traffic.pick([False, True]))
 
 

@@ -55,7 +55,7 @@ def test_nothing_is_drafted_that_costs_more_than_it_brings() -> None:
     bench, speculation = speculating(DEAR)
     running(bench, "repeating", REPEATING)
     assert bench.begin_step().drafts == {}
-    assert not speculation.would_draft(bench.scheduler.batch.running())
+    assert not speculation.would_draft(bench.scheduler.batch.running(), lambda choice: 50)
 
 
 @pytest.mark.parametrize(("max_tokens", "draft"), [(2, []), (3, [5]), (4, [5, 6]), (9, [5, 6, 1])])
@@ -72,7 +72,7 @@ def test_a_number_that_is_set_holds() -> None:
     running(bench, "plain", [11, 12, 13])
     step = bench.begin_step()
     assert list(step.drafts.items()) == [(one, [5, 6, 1, 2, 3, 99, 5]), (other, [5, 6])]
-    assert sum(speculation._nums(step.decodes, 4, 0).values()) == 4, "the budget holds, too"
+    assert sum(speculation._choose(step.decodes, 4, 0).nums.values()) == 4, "the budget holds, too"
 
 
 def test_drafts_take_free_blocks_and_nobody_elses() -> None:
@@ -128,7 +128,7 @@ def test_prompts_come_first() -> None:
 def test_after_many_steps_with_drafts_comes_one_without() -> None:
     _, speculation = bench_and = speculating()
     choice = running(bench_and[0], "repeating", REPEATING)
-    drafted = [bool(speculation.plan([choice], 100)) for _ in range(70)]
+    drafted = [bool(speculation.plan([choice], 100).tokens) for _ in range(70)]
     assert [index for index, each in enumerate(drafted) if not each] == [32, 65]
 
 
@@ -230,7 +230,7 @@ def test_the_drafts_yield_the_most_tokens_per_second(chances: list[float], more:
         drafts = sum(nums.values()), sum(choice.sequence.num_tokens * num for choice, num in nums.items())
         return yielded / times.step_s(plain, drafts)
 
-    found = speculation._nums(decodes, 1000, 0)
+    found = speculation._choose(decodes, 1000, 0).nums
     assert all(0 < num <= MAX_DRAFT_TOKENS for num in found.values())
     every = itertools.product(range(6), repeat=len(drafted))
     best = max(rate(dict(zip(drafted, nums, strict=True))) for nums in every)
@@ -276,6 +276,9 @@ def test_several_tokens_of_a_step_count_as_so_many_steps() -> None:
 
 def test_what_became_of_drafts_is_counted() -> None:
     totals = DecodeTotals()
-    totals.verified(3, 2)
-    totals.verified(5, 0)
-    assert (totals.drafts, totals.drafted, totals.accepted_at[:3]) == (2, 8, [1, 1, 0])
+    totals.verified("lookup", 3, 2)
+    totals.verified("draft", 5, 0)
+    totals.verified("lookup", 2, 1)
+    assert (totals.drafts, totals.drafted_by) == (3, {"lookup": 5, "draft": 5})
+    assert totals.accepted_at["lookup"][:3] == [2, 1, 0]
+    assert not any(totals.accepted_at["draft"])
