@@ -11,7 +11,15 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from common.runtime.checkpoint import DEMO_FOLDER
 
@@ -66,6 +74,19 @@ def qwen2_05b(folder: Path) -> Path:
     return _save(Qwen2ForCausalLM(config).to(torch.bfloat16), folder)
 
 
+def without_last_layers(folder: Path, target: Path, num_layers: int) -> Path:
+    """Write the checkpoint at `folder` with its first `num_layers` layers only into `target`."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers = model.model.layers[:num_layers]
+    model.config.num_hidden_layers = num_layers
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:num_layers]
+    model.save_pretrained(target)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, target / name)
+    return target
+
+
 def _save(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -82,6 +103,7 @@ def give_every_token_text(folder: Path) -> None:
     """
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer(WordLevel({f"w{token} ": token for token in range(vocab_size)}, unk_token="w0 "))
+    tokenizer.pre_tokenizer = Split(" ", "merged_with_previous")
     tokenizer.decoder = Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
     special = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "w0 ")

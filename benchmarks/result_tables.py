@@ -101,8 +101,8 @@ _versus = Table(
 
 speculation = Table(
     """
-| text | concurrency | output tokens/s | ratio | TPOT p50, ms | ITL P99, ms |
-| {text} | {concurrency} | {output_tokens_per_s[ours]:.0f} / {output_tokens_per_s[theirs]:.0f} \
+| text | concurrency | drafts | output tokens/s | ratio | TPOT p50, ms | ITL P99, ms |
+| {text} | {concurrency} | {system} | {output_tokens_per_s[ours]:.0f} / {output_tokens_per_s[theirs]:.0f} \
 | **{output_tokens_per_s[ratio]:.2f}** ({output_tokens_per_s[ratio_min]:.2f} to {output_tokens_per_s[ratio_max]:.2f}) \
 | {tpot_p50_s[ours]:m.2f} / {tpot_p50_s[theirs]:m.2f} | {itl_p99_s[ours]:m.1f} / {itl_p99_s[theirs]:m.1f} |
 """,

@@ -1,26 +1,32 @@
-"""Compare a worker that drafts tokens with one that does not: they take turns at each concurrency, on three texts.
+"""Compare workers that draft tokens with one that does not: they take turns on four texts.
 
     python -m benchmarks.speculation --model 15m --dtype float32 --turns 10
 
-The texts: `repeating` is greedy, and with random weights soon repeats itself; in `novel`, sampled from the whole
-vocabulary, no three tokens come twice, so that nothing is expected; in `misleading`, sampled from eight tokens,
-something is expected all the time, and mostly wrong.
+`lookup` drafts what occurred before in the text, or in the prediction that a client sends; `auto` also by a draft
+model, which is the model without its last layers. The texts: `repeating` is greedy, and with random weights soon
+repeats itself; in `novel`, sampled from the whole vocabulary, no three tokens come twice, so that nothing is expected;
+in `misleading`, sampled from eight tokens, something is expected all the time, and mostly wrong. `edit` is novel, one
+request after the other, and its clients send the answer as the prediction, with one word in sixteen changed.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.request import Request, urlopen
 
 from benchmarks.command import Result, run
 from benchmarks.figures import compared
 from benchmarks.load_run import load_figures, run_load
 from benchmarks.local import local_stack
-from benchmarks.models import MODELS, Model, give_every_token_text
+from benchmarks.models import MODELS, Model, give_every_token_text, without_last_layers
 
 TEXTS: dict[str, dict[str, Any]] = {
     "repeating": {"temperature": 0.0},
@@ -28,7 +34,10 @@ TEXTS: dict[str, dict[str, Any]] = {
     "misleading": {"temperature": 1.0, "logit_bias": {str(token): 100 for token in range(1000, 1008)}},
 }
 """Text → what it adds to the body of each request."""
-SYSTEMS = ("lookup", "off")
+SYSTEMS = ("lookup", "auto", "off")
+_EDITS, _EDIT_TOKENS = 4, 256
+"""Requests of a turn on `edit`, one after the other, and the tokens of each answer."""
+_WORDS_BETWEEN_EDITS = 16
 
 
 def measure(
@@ -36,47 +45,101 @@ def measure(
     *,
     model: Model = "15m",
     dtype: str = "float32",
-    texts: tuple[str, ...] = tuple(TEXTS),
+    texts: tuple[str, ...] = (*TEXTS, "edit"),
     concurrency: tuple[int, ...] = (1, 4, 16, 64),
+    draft_layers: Annotated[int, "layers of the draft model"] = 4,
     turns: Annotated[int, "runs of each system on each text at each concurrency"] = 10,
     input_tokens: int = 64,
     output_tokens: int = 128,
 ) -> Iterator[Result]:
-    """Start both systems, and let them take turns: all runs so far after each point."""
+    """Start all systems, and let them take turns: all runs so far after each point."""
     folder = scratch / "model"
     folder.mkdir()
     MODELS[model](folder)
     give_every_token_text(folder)
+    draft_model = without_last_layers(folder, scratch / "draft", draft_layers)
     options = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**29), "--prefill", "0"]
     lengths = ["--workload", "fixed", "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
+    points = [(text, places) for text in texts for places in (concurrency if text in TEXTS else (1,))]
     done: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        urls = {name: stack.enter_context(local_stack(options, {"BATON_SPECULATION": name})).url for name in SYSTEMS}
-        for text, places in itertools.product(texts, concurrency):
+        urls = {}
+        for name in SYSTEMS:
+            env = {"BATON_SPECULATION": name} | ({"BATON_DRAFT_MODEL": str(draft_model)} if name == "auto" else {})
+            urls[name] = stack.enter_context(local_stack(options, env)).url
+        for text, places in points:
             for turn in range(-1, turns):  # the first warms up
                 for name in SYSTEMS if turn % 2 else SYSTEMS[::-1]:
-                    body = {"ignore_eos": True, "seed": turn + 1, **TEXTS[text]}
-                    load = ["--concurrency", str(places), "--requests", str(max(8, places))]
-                    load += ["--seed", str(1000 * places + turn + 1), "--extra-body", json.dumps(body)]
-                    figures = load_figures(run_load(urls[name], scratch / "run.json", *lengths, *load))
-                    assert not figures["failed"], (name, figures)
+                    if text == "edit":
+                        figures = _edited(urls[name], urls["off"], turn + 1, input_tokens)
+                    else:
+                        body = {"ignore_eos": True, "seed": turn + 1, **TEXTS[text]}
+                        load = ["--concurrency", str(places), "--requests", str(max(8, places))]
+                        load += ["--seed", str(1000 * places + turn + 1), "--extra-body", json.dumps(body)]
+                        figures = load_figures(run_load(urls[name], scratch / "run.json", *lengths, *load))
+                        assert not figures["failed"], (name, figures)
                     if turn >= 0:
                         done.append({"system": name, "text": text, "concurrency": places, "turn": turn, **figures})
-            print(text, places, summary(done)[-1]["output_tokens_per_s"], flush=True)
+            for entry in summary(done)[1 - len(SYSTEMS) :]:
+                print(text, places, entry["system"], entry["output_tokens_per_s"], flush=True)
             yield Result(name=f"speculation-{model}-{dtype}", figures={"ratios": summary(done), "runs": done})
 
 
+def _edited(url: str, plain_url: str, turn: int, input_tokens: int) -> dict[str, float]:
+    """Figures of requests, one after the other, whose answers are predicted but for some words."""
+    draw = random.Random(turn)
+    tpots: list[float] = []
+    gaps: list[float] = []
+    num_tokens, busy_s = 0, 0.0
+    for _ in range(_EDITS):
+        body: dict[str, Any] = {
+            "prompt": [draw.randrange(1, 4000) for _ in range(input_tokens)],
+            "max_tokens": _EDIT_TOKENS,
+            "temperature": 1.0,
+            "seed": draw.randrange(2**31),
+            "ignore_eos": True,
+        }
+        words = "".join(text for _, text in _chunks(plain_url, body)).split()
+        for index in range(_WORDS_BETWEEN_EDITS, len(words), _WORDS_BETWEEN_EDITS):
+            words[index] = f"w{draw.randrange(1, 4000)}"
+        predicted = body | {"prediction": {"type": "content", "content": "".join(f"{word} " for word in words)}}
+        begin = time.perf_counter()
+        times = [at for at, _ in _chunks(url, predicted)]
+        busy_s += times[-1] - begin
+        num_tokens += len(words)
+        tpots.append((times[-1] - times[0]) / (len(words) - 1))
+        gaps += [after - before for before, after in itertools.pairwise(times)]
+    return {
+        "output_tokens_per_s": num_tokens / busy_s,
+        "itl_p99_s": statistics.quantiles(gaps, n=100, method="inclusive")[-1],
+        "tpot_p50_s": statistics.median(tpots),
+    }
+
+
+def _chunks(url: str, body: dict[str, Any]) -> Iterator[tuple[float, str]]:
+    """Each chunk of a streamed answer: when it came, in seconds, and its text."""
+    content = json.dumps({**body, "stream": True}).encode()
+    with urlopen(Request(f"{url}/v1/completions", content, {"Content-Type": "application/json"})) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                for choice in json.loads(line[len("data: ") :])["choices"]:
+                    if choice["text"]:
+                        yield now, choice["text"]
+
+
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each text and each concurrency: medians with drafts and without, and the ratios of the turns."""
+    """For each text, concurrency and system with drafts: its medians and those without, and the ratios of the turns."""
     made = []
     for text, places in dict.fromkeys((each["text"], each["concurrency"]) for each in runs):
         of = [each for each in runs if (each["text"], each["concurrency"]) == (text, places)]
         by_turn = itertools.groupby(sorted(of, key=_turn), _turn)
-        pairs = [{each["system"]: each for each in turn} for _, turn in by_turn]
-        entry: dict[str, Any] = {"text": text, "concurrency": places}
-        for figure in ("output_tokens_per_s", "tpot_p50_s", "itl_p99_s"):
-            entry[figure] = compared((each["lookup"][figure], each["off"][figure]) for each in pairs)
-        made.append(entry)
+        turns = [{each["system"]: each for each in turn} for _, turn in by_turn]
+        for system in SYSTEMS[:-1]:
+            entry: dict[str, Any] = {"text": text, "concurrency": places, "system": system}
+            for figure in ("output_tokens_per_s", "tpot_p50_s", "itl_p99_s"):
+                entry[figure] = compared((each[system][figure], each["off"][figure]) for each in turns)
+            made.append(entry)
     return made
 
 
