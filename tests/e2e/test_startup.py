@@ -57,6 +57,7 @@ def taken_port() -> object:
         ("prefill_worker", ["--kv-cache-bytes", "10"], "10 bytes"),
         ("gateway", [], "--prefill-workers"),
         ("gateway", ["--prefill-workers", "x", "--decode-workers", "127.0.0.1:1"], "'x' is not host:port"),
+        ("decode_worker", ["--speculation", "draft"], "speculation draft needs a draft_model"),
         ("common.runtime.local_stack", ["--model", "/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
@@ -82,6 +83,19 @@ def test_a_worker_that_downloads_ends_when_it_is_told_to(taken_port: int, tmp_pa
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_draft_model_with_other_tokens_is_one_line(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    draft_model = make_checkpoint("llama", tmp_path / "other")
+    tokenizer = json.loads((draft_model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    *_, first, second = vocabulary
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft_model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    options = ["--model", str(checkpoint("llama")), "--speculation", "draft", "--draft-model", str(draft_model)]
+    line = run_to_the_end("decode_worker", options)
+    assert f"has another tokenizer than the model: {first!r} differs" in line
+    assert "/nowhere" in run_to_the_end("decode_worker", [*options, "--draft-model", "/nowhere"])
 
 
 @pytest.mark.parametrize(
