@@ -74,7 +74,7 @@ def measure(
                         figures = _edited(urls[name], urls["off"], turn + 1, input_tokens)
                     else:
                         body = {"ignore_eos": True, "seed": turn + 1, **TEXTS[text]}
-                        load = ["--concurrency", str(places), "--requests", str(max(8, places))]
+                        load = ["--concurrency", str(places), "--requests", str(max(8, min(4 * places, 128)))]
                         load += ["--seed", str(1000 * places + turn + 1), "--extra-body", json.dumps(body)]
                         figures = load_figures(run_load(urls[name], scratch / "run.json", *lengths, *load))
                         assert not figures["failed"], (name, figures)
