@@ -3,6 +3,7 @@ PYTHON ?= python3
 MODEL ?= demo
 PREFILL ?= 1
 DECODE ?= 1
+LATENCY ?= 0
 PORT ?= 8000
 
 BIN := .venv/bin
@@ -13,7 +14,7 @@ NODE_CLIENTS := tests/clients/node_modules/.installed
 .PHONY: serve unit test chaos clients gpu model check format screenshots clean
 
 serve: $(STAMP)
-	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
+	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --latency $(LATENCY) --port $(PORT)
 
 # Files are dealt out, in this order, to processes with one core each: what takes longest comes first. Tests of real
 # processes wait for half of their time, for heartbeats and restarts: a third one has what the others leave of two cores.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.contract.errors import OperatorError
+from common.contract.messages.session import Profile
 from common.runtime.checkpoint import resolve_model, vocabulary
 from common.runtime.config import DecodeSettings
 from common.runtime.daemon_threads import DaemonThreads
@@ -22,7 +23,6 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
     from common.engine.engine import Engine, device_of
     from common.worker.start import start_worker
     from decode_worker.core import DecodeCore
-    from decode_worker.speculation import most_drafted
 
     decided = settings.on(device_of(settings))
     engine = await Engine.load(
@@ -32,10 +32,19 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
         step_tokens=decided.token_budget,
         swap_bytes=decided.swap_bytes,
         graph_seqs=decided.max_num_seqs,
-        timed_rows=0 if decided.speculation == "off" else decided.max_num_seqs + most_drafted(decided.max_num_seqs),
+        timed_rows=_timed_rows(decided),
         draft_model=await _draft_model(decided, folder),
     )
     return await start_worker(decided, host, engine, lambda region: DecodeCore(decided, engine, region))
+
+
+def _timed_rows(settings: DecodeSettings) -> int:
+    """The largest step of decodes of which it must be known what it takes; 0 if of none."""
+    from decode_worker.speculation import most_drafted
+
+    if settings.drafts_by != "off":
+        return settings.max_num_seqs + most_drafted(settings.max_num_seqs)
+    return settings.max_num_seqs if settings.profile is Profile.LATENCY else 0
 
 
 async def _draft_model(settings: DecodeSettings, folder: Path) -> DraftCheckpoint | None:
@@ -43,7 +52,7 @@ async def _draft_model(settings: DecodeSettings, folder: Path) -> DraftCheckpoin
     from common.engine.engine import DraftCheckpoint
 
     name = settings.draft_model
-    if name is None or settings.speculation not in ("draft", "auto"):
+    if name is None or settings.drafts_by not in ("draft", "auto"):
         return None
     finding = DaemonThreads(1, "find-draft-model").submit(lambda: resolve_model(name, weights=True))
     draft_folder = await asyncio.wrap_future(finding)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from common.contract.messages.gateway import Decode
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
+from decode_worker.batch_bound import BatchBound
 from decode_worker.calendar import Calendar
 from decode_worker.forecast import Forecast
 from decode_worker.output_profile import OutputProfile
@@ -34,12 +35,11 @@ def rank_of(order: int) -> float:
 class Admission:
     """The sequences that hold blocks, and when each is expected to end."""
 
-    def __init__(self, pool: BlockPool, policy: Policy) -> None:
+    def __init__(self, pool: BlockPool, policy: Policy, bound: BatchBound) -> None:
         self._pool = pool
         self._policy = policy
         self._limit = int(pool.num_blocks * (1 - policy.memory_reserve))
-        self._places = policy.max_num_seqs + max(2, policy.max_num_seqs // 4)
-        """Sequences that may hold blocks: a full batch, and some more that join when places become free."""
+        self._bound = bound
         self._forecast: Forecast[Key] = Forecast(policy.block_size)
         self._profile = OutputProfile()
         self._expected_ends: Calendar[DecodeChoice] = Calendar()
@@ -62,8 +62,8 @@ class Admission:
         """Estimated number of sequences like the present ones that would have room at once; at least 1."""
         num, expected = len(self._forecast), self.num_expected(step)
         if not num or not expected:
-            return self._policy.max_num_seqs
-        return max(1, min(self._policy.max_num_seqs, num * self._limit // expected))
+            return self._bound.num
+        return max(1, min(self._bound.num, num * self._limit // expected))
 
     def any_below(self, rank: int) -> bool:
         """Whether sequences of a lower tier hold blocks."""
@@ -72,7 +72,7 @@ class Admission:
     def has_places(self, rank: int, num: int) -> bool:
         """Whether `num` more sequences of this tier may hold blocks. Sequences of lower tiers do not count."""
         admitted = sum(self._num_admitted[: rank + 1])
-        return admitted == 0 or admitted + num <= self._places
+        return admitted == 0 or admitted + num <= self._bound.num_holding
 
     def num_lacking(
         self, step: int, *, num_new: int, held: Sequence[int], headroom: int, newcomers: Sequence[Newcomer]

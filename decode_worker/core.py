@@ -103,6 +103,7 @@ class DecodeCore:
         """Only facts about the model are read from `engine`, and its costs, which its steps refine. `region` computes
         checksums."""
         self.settings = settings
+        self.profile = settings.profile
         self.engine = engine
         self.block_size = engine.runner.layout.block_size
         self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
@@ -110,11 +111,11 @@ class DecodeCore:
         policy = Policy.of(settings, runner.config.max_sequence_tokens, self.block_size, runner.num_host_blocks)
         self._agenda = Agenda(self._decide, conclude=self._reserve)
         speculation = None
-        if settings.speculation != "off":
+        if settings.drafts_by != "off":
             assert engine.row_times is not None, "steps were not timed"
             model = _draft_model(policy, engine)
-            speculation = Speculation(policy, engine.row_times, model, looks_up=settings.speculation != "draft")
-        self.scheduler = DecodeScheduler(self.pool, policy, engine.costs, speculation)
+            speculation = Speculation(policy, engine.row_times, model, looks_up=settings.drafts_by != "draft")
+        self.scheduler = DecodeScheduler(self.pool, policy, engine.costs, speculation, engine.row_times)
         self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
         self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.front: Front[DecodeRequest] = Front(

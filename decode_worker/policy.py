@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from common.contract.messages.session import Profile
 from common.contract.tiers import Tier
 from common.runtime.config import DecodeSettings
 
@@ -22,6 +23,8 @@ class Policy:
     prefill_tokens: int | None = None
     """Most prompt tokens of a step with decodes; None: chosen in each step, see `LocalPrompts.budget`."""
     prefill_priority: bool = False
+    step_target_s: float | None = None
+    """Seconds between tokens that bound the batch; None: only `max_num_seqs` does. See `BatchBound`."""
     draft_tokens: int = 0
     """Drafted tokens of a sequence; 0: chosen in each step, see `Speculation.plan`."""
     memory_reserve: float = 0.05
@@ -41,6 +44,7 @@ class Policy:
             token_budget=settings.token_budget,
             prefill_tokens=settings.prefill_tokens or None,
             prefill_priority=settings.prefill_priority,
+            step_target_s=settings.interactive_itl_s if settings.profile is Profile.LATENCY else None,
             draft_tokens=settings.draft_tokens,
             memory_reserve=settings.memory_reserve,
             num_host_blocks=num_host_blocks,

@@ -342,3 +342,8 @@ class LocalPrompt:
     @gave_way.setter
     def gave_way(self, value: bool) -> None:
         (self.choice or self.request).gave_way = value
+
+
+def rows_of(decodes: Seq[DecodeChoice]) -> tuple[int, int]:
+    """(rows of a step without drafts, tokens that they attend to in all)."""
+    return len(decodes), sum(choice.sequence.num_tokens for choice in decodes)

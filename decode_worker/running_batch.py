@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.turns import AGED_SHARE, aged
+from decode_worker.batch_bound import BatchBound
 from decode_worker.calendar import Calendar
 from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage, DecodeChoice, StageEvent
@@ -24,10 +25,10 @@ def seniority(choice: DecodeChoice) -> Seniority:
 
 
 class RunningBatch:
-    """At most `max_num_seqs` running sequences, and those that are ready to join."""
+    """The running sequences, at most as many as the bound says when they join, and those that are ready to join."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._max_num_seqs = policy.max_num_seqs
+    def __init__(self, policy: Policy, bound: BatchBound) -> None:
+        self._bound = bound
         self._max_sequence_tokens = policy.max_sequence_tokens
         self._block_size = policy.block_size
         self._ageing_s = policy.ageing_s
@@ -68,7 +69,7 @@ class RunningBatch:
     def can_join(self) -> bool:
         """Whether a ready sequence would get a place in the next step."""
         first = self._ready.first()
-        return first is not None and (len(self._running) < self._max_num_seqs or self._junior_to(first) is not None)
+        return first is not None and (len(self._running) < self._bound.num or self._junior_to(first) is not None)
 
     @property
     def num_due_next(self) -> int:
@@ -108,12 +109,12 @@ class RunningBatch:
         while (choice := self._ready.first()) is not None:
             oldest = aged(self._ready_since, now - self._ageing_s)
             if oldest is not None and len(self._aged) < self._most_aged:
-                if len(self._running) < self._max_num_seqs or self._make_place(choice, now):
+                if len(self._running) < self._bound.num or self._make_place(choice, now):
                     self._aged.add(oldest)
                     choice = oldest
                 else:
                     break
-            elif len(self._running) >= self._max_num_seqs and not self._make_place(choice, now):
+            elif len(self._running) >= self._bound.num and not self._make_place(choice, now):
                 break
             self._join(choice, now)
             joined.append(choice)
@@ -196,7 +197,7 @@ class RunningBatch:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
-        assert len(self._running) <= self._max_num_seqs
+        assert len(self._running) <= self._bound.most
         assert set(self._newest) == set(self._running)
         assert not set(self._ready) & set(self._running)
         assert set(self._ready) == set(self._ready_since)

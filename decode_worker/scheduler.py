@@ -27,8 +27,10 @@ from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
+from common.scheduling.row_times import RowTimes
 from common.scheduling.trials import Trials
 from decode_worker.admission import Admission
+from decode_worker.batch_bound import BatchBound
 from decode_worker.entrance import Entrance, Reservation
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
@@ -44,13 +46,22 @@ from decode_worker.swap_space import SwapSpace
 class DecodeScheduler:
     """Admits requests, plans steps and preempts, for one decode worker."""
 
-    def __init__(self, pool: BlockPool, policy: Policy, costs: Costs, speculation: Speculation | None = None) -> None:
-        """Without `speculation`, nothing is drafted."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        policy: Policy,
+        costs: Costs,
+        speculation: Speculation | None = None,
+        row_times: RowTimes | None = None,
+    ) -> None:
+        """Without `speculation`, nothing is drafted. `row_times` is what steps take, if the policy has a target for
+        them."""
         self._pool = pool
         self._policy = policy
         self._block_size = policy.block_size
-        self.batch = RunningBatch(policy)
-        self._admission = Admission(pool, policy)
+        self.bound = BatchBound(policy, row_times)
+        self.batch = RunningBatch(policy, self.bound)
+        self._admission = Admission(pool, policy, self.bound)
         self.prompts = LocalPrompts(policy, costs)
         self.entrance = Entrance(pool, policy, costs, self._admission, self.batch, self.prompts)
         self.swap = SwapSpace(policy, costs)
@@ -155,6 +166,8 @@ class DecodeScheduler:
             step.chunks = self.prompts.plan(self._policy.token_budget, now, prompts_only)
             return step
         ahead: frozenset[DecodeChoice] = frozenset() if before is None else frozenset(before.decodes)
+        if not self.bound.fixed:
+            self.bound.update([*self.batch.running(), *self.batch.ready()])
         joined = self.sequences.next_step(now, ahead)
         ending = self.batch.ending()
         self.preemption.relieve(step, now)

@@ -23,7 +23,7 @@ from common.scheduling.row_times import RowTimes
 from decode_worker.draft_model import DraftModel, DraftWork, Proposer
 from decode_worker.lookup import CommonAcceptance, Lookup
 from decode_worker.policy import Policy
-from decode_worker.request import DecodeChoice
+from decode_worker.request import DecodeChoice, rows_of
 from decode_worker.step import Step
 
 _LEAST_CHANCE = 0.1
@@ -300,11 +300,6 @@ class _Costs:
 def most_drafted(max_num_seqs: int) -> int:
     """Most drafted tokens of a step: as many as a full batch has, or those of one sequence. Each has logits."""
     return max(max_num_seqs, MAX_DRAFT_TOKENS)
-
-
-def rows_of(decodes: Sequence[DecodeChoice]) -> tuple[int, int]:
-    """(rows of a step without drafts, tokens that they attend to in all)."""
-    return len(decodes), sum(choice.sequence.num_tokens for choice in decodes)
 
 
 def _drafted_rows(step: Step) -> tuple[int, int]:

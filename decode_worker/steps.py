@@ -118,11 +118,15 @@ class DecodeSteps:
             if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
                 self._computed(chunk.prompt, sampled[id(chunk)])
         self._answers.step_ended()
+        if step.decodes:
+            self._totals.step_ended(ended.duration_s)
         if not (step.copies or step.swap_outs or step.swap_ins):
             num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
             self._costs.observe_step(num_tokens, len(step.decodes), ended.duration_s)
             if speculation is not None and not step.chunks:
                 speculation.observe(step, ended.duration_s - ended.drafted.seconds)
+            elif not step.chunks:
+                self._scheduler.bound.observe(step.decodes, ended.duration_s)
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._front.tell_cache()

@@ -20,6 +20,8 @@ PROPOSERS = ("lookup", "draft")
 """What tells drafted tokens: the text, or the draft model."""
 _SEQUENCE_WEIGHT = 0.1
 """EWMA weight of the newest sequence's duration."""
+_STEP_WEIGHT = 0.1
+"""The same of the last step's."""
 
 
 def _by_place() -> dict[str, list[int]]:
@@ -52,6 +54,8 @@ class DecodeTotals:
     """Blocks in use, summed over the steps."""
     sequence_s: float = field(default=0.0)
     """EWMA of a sequence's duration here, in seconds from its first token to its last."""
+    itl_s: float = 0.0
+    """EWMA of the seconds that steps took in which sequences got tokens."""
 
     def verified(self, proposer: str, num_drafted: int, num_right: int) -> None:
         """A draft was verified; its first `num_right` tokens were right."""
@@ -59,6 +63,10 @@ class DecodeTotals:
         self.drafted_by[proposer] += num_drafted
         for place in range(num_right):
             self.accepted_at[proposer][place] += 1
+
+    def step_ended(self, took_s: float) -> None:
+        """A step has ended in which sequences got tokens."""
+        self.itl_s += (took_s - self.itl_s) * (_STEP_WEIGHT if self.itl_s else 1.0)
 
     def sequence_ended(self, took_s: float) -> None:
         """A sequence has had its last token, `took_s` seconds after its first."""
@@ -81,6 +89,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
         places=scheduler.num_places,
         token_s=core.engine.costs.prefill_s_per_token,
         sequence_s=core.totals.sequence_s,
+        itl_s=core.totals.itl_s if scheduler.batch.num_running else 0.0,
         prompt_tokens=core.totals.prompt,
         output_tokens=core.totals.generated,
     )
@@ -127,6 +136,7 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
     yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.swap.num_used)
+    yield gauge("baton_batch_bound", "Most sequences that may run now.", scheduler.bound.num)
     yield counter("baton_sequences_moved", "Sequences that went on elsewhere.", core.departures.num_moved)
     yield from _draft_metrics(core, name)
     tail = core.arrivals.num_tail_blocks

@@ -36,7 +36,7 @@ from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener, allow_descriptors
 from gateway.access.hosts import called_by
 from gateway.api import create_app, create_runner
-from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, Target, version
+from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, version
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import Dashboard
 from gateway.dispatch.dispatcher import Dispatcher
@@ -80,7 +80,7 @@ def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
         model_vocab_size=vocab_size,
         limits=limits,
         sampling_defaults=SamplingDefaults.from_model(folder),
-        targets={tier: Target(ttft_s=settings.ttft_target_s(tier), itl_s=settings.itl_target_s(tier)) for tier in Tier},
+        targets=settings.targets,
         tenant_header=settings.tenant_header,
         explain_routing=settings.explain_routing,
         tool_parser=settings.tool_parser,
@@ -170,6 +170,7 @@ def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
         settings.pulse,
         local_prefill_tokens=settings.local_prefill_tokens,
         routing=settings.routing,
+        targets=settings.targets,
         max_prefix_names=settings.prefix_index_names,
         ttft_limits=ttft_limits_of(settings),
         patience_s=settings.patience_s,

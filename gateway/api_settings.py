@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.contract.errors import OperatorError
 from common.contract.sampling import SamplingParams
-from common.contract.tiers import Tier
+from common.contract.tiers import NO_TARGETS, Target, Tier
 
 
 def version() -> str:
@@ -84,16 +83,6 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Latency targets that a request must meet to count as goodput."""
-
-    ttft_s: float = math.inf
-    """Arrival to first token."""
-    itl_s: float = math.inf
-    """Mean gap between the tokens of each choice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     """The served model, the limits, and who may call."""
 
@@ -107,7 +96,7 @@ class ApiSettings:
     """Rows of the model's embedding; every token id sent to a worker is less."""
     limits: Limits
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    targets: Mapping[Tier, Target] = field(default_factory=lambda: dict.fromkeys(Tier, Target()))
+    targets: Mapping[Tier, Target] = field(default_factory=lambda: NO_TARGETS)
     tenant_header: str | None = None
     """Header that names the tenant of a request. It is trusted whoever wrote it, so the operator's ingress must set it
     or remove it from client requests. With None, all requests belong to one tenant. With API keys, the tenant is the

@@ -30,7 +30,7 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Drain, Prefill
-from common.contract.messages.session import Heartbeat, Role
+from common.contract.messages.session import Heartbeat, Profile, Role
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
@@ -75,6 +75,7 @@ class PrefillCore:
     """The state of a prefill worker and every decision about its requests."""
 
     role = Role.PREFILL
+    profile = Profile.THROUGHPUT
 
     def __init__(self, settings: PrefillSettings, me: Incarnation, engine: Engine, region: Region) -> None:
         """Only facts about the model are read from `engine`, and its costs, which its steps refine. `region` computes

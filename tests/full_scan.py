@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from common.contract.messages.gateway import PrefixHint
-from common.contract.messages.session import Role
-from common.contract.tiers import Tier
+from common.contract.messages.session import Profile, Role
+from common.contract.tiers import Target, Tier
 from gateway.dispatch.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
@@ -93,11 +93,30 @@ def prefill_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> li
     return beside(caution, [w for w in workers if holds(w, ask.num_tokens) and not (caution.admitted and w.full)])
 
 
+def of_profile(workers: list[WorkerView], tier: Tier, target: Target, wait_s: list[float]) -> list[WorkerView]:
+    if len({worker.profile for worker in workers}) < 2:
+        return workers
+    in_time = [
+        worker
+        for worker, seconds in zip(workers, wait_s, strict=True)
+        if seconds <= target.ttft_s and (worker.load is None or worker.load.itl_s <= target.itl_s)
+    ]
+    own = Profile.LATENCY if tier is Tier.INTERACTIVE else Profile.THROUGHPUT
+    return [worker for worker in in_time if worker.profile is own] or in_time or workers
+
+
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
 def choose(
-    registry: Registry, ask: Ask, cached: Cached, caution: Caution, *, local_prefill_tokens: int, turn: int | None
+    registry: Registry,
+    ask: Ask,
+    cached: Cached,
+    caution: Caution,
+    *,
+    local_prefill_tokens: int,
+    turn: int | None,
+    targets: Mapping[Tier, Target],
 ) -> Handoff | Local | None:
     """Workers for a prompt; those of a turn, if one is given, regardless of loads."""
     prefill = prefill_workers(caution, usable(registry, Role.PREFILL), ask)
@@ -106,6 +125,9 @@ def choose(
         return None
     if turn is not None:
         prefill, decode, cached = prefill and [prefill[turn % len(prefill)]], [decode[turn % len(decode)]], {}
+    else:
+        wait_s = [max(queue_s(w, ask.tier, ask.now), room_s(w, ask.tier, ask.num_choices)) for w in decode]
+        decode = of_profile(decode, ask.tier, targets[ask.tier], wait_s)
     free = uncrowded(decode)
     near = [w for w in free if ask.num_tokens - cached.get(w.life, 0) <= local_prefill_tokens]
     if registry.colocated:
@@ -121,6 +143,11 @@ def choose(
         if short.expected.decode_s <= 1.1 * best.expected.decode_s + 0.02:
             return short
     return best
+
+
+def taker(workers: list[WorkerView], ask: Ask, cached: Cached, targets: Mapping[Tier, Target]) -> WorkerView:
+    space_s = [room_s(worker, ask.tier, ask.num_choices) for worker in workers]
+    return least_loaded_decode(of_profile(workers, ask.tier, targets[ask.tier], space_s), ask, cached)
 
 
 def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> WorkerView:
@@ -150,16 +177,16 @@ def handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cache
 
     chosen = least(soonest(prefill, ready_s), lambda w: -cached.get(w.life, 0))
     here = cached.get(chosen.life, 0)
-    taker = least_loaded_decode(decode, ask, cached)
+    takes = least_loaded_decode(decode, ask, cached)
     return Handoff(
         prefill=chosen,
-        decode=taker,
+        decode=takes,
         prefix=PrefixHint(source=holder.life.source, num_tokens=most) if most > here else None,
         num_cached=here,
         expected=Expected(
             queue_s=queue_s(chosen, ask.tier, ask.now),
             prompt_s=own_s(chosen),
-            room_s=room_s(taker, ask.tier, ask.num_choices),
+            room_s=room_s(takes, ask.tier, ask.num_choices),
         ),
     )
 

@@ -69,10 +69,13 @@ def _selected(objects: list[Object], selector: Object) -> list[Object]:
 
 
 def selectors_fit(objects: list[Object]) -> Iterator[str]:
-    """Everything that selects pods selects some; and whatever makes pods, its own."""
+    """Everything that selects pods selects some; and whatever makes pods, its own, and no others."""
     for each, template in templates(objects):
         if not selects(each["spec"]["selector"], template["metadata"]["labels"]):
             yield f"{named(each)}: its selector does not fit its own pods"
+        for other, foreign in templates(objects):
+            if other is not each and selects(each["spec"]["selector"], foreign["metadata"]["labels"]):
+                yield f"{named(each)}: its selector fits the pods of {named(other)}, too"
     for each in of(objects, "Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"):
         spec = each["spec"]
         selectors = [{"matchLabels": spec["selector"]} if each["kind"] == "Service" else spec.get("selector") or {}]
@@ -250,8 +253,8 @@ def budgets_let_pods_go(objects: list[Object]) -> Iterator[str]:
     for each in of(objects, "PodDisruptionBudget"):
         spec = each["spec"]
         for maker, pod in templates(objects):
-            if selects(spec["selector"], pod["metadata"]["labels"]):
-                replicas = _least(objects, maker)
+            replicas = _least(objects, maker)
+            if replicas and selects(spec["selector"], pod["metadata"]["labels"]):
                 if "maxUnavailable" in spec and _share(spec["maxUnavailable"], replicas) == 0:
                     yield f"{named(each)}: maxUnavailable 0 keeps every node from being drained"
                 if "minAvailable" in spec and _share(spec["minAvailable"], replicas) >= replicas:

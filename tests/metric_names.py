@@ -14,7 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 Document = dict[str, Any]
-TARGET_LABELS = frozenset({"namespace", "pod", "component", "container", "instance", "job"})
+TARGET_LABELS = frozenset({"namespace", "pod", "component", "profile", "container", "instance", "job"})
 """Of whatever is scraped, by the PodMonitors and their operator."""
 _GROUPING = ("by", "without", "on", "ignoring", "group_left", "group_right")
 _OPERATORS = {"and", "or", "unless", "bool", "offset", "atan2", "inf", "nan"}

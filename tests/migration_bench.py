@@ -116,6 +116,7 @@ class Engine:
             num_host_blocks=num_host_blocks,
         )
         self.costs = Costs()
+        self.row_times = None
         self.fingerprint = FINGERPRINT
         self.num_steps = 0
         self.last_step_s = 0.01

@@ -1,8 +1,10 @@
-"""Service classes: the order in which waiting requests are served."""
+"""Service classes: the order in which waiting requests are served, and what each aims at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -30,3 +32,17 @@ def by_tier(counts: Iterable[tuple[Tier, int]]) -> tuple[int, int, int]:
 
 
 _RANKS = {tier: rank for rank, tier in enumerate(Tier)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Latency targets that a request must meet to count as goodput."""
+
+    ttft_s: float = math.inf
+    """Arrival to first token."""
+    itl_s: float = math.inf
+    """Mean gap between the tokens of each choice."""
+
+
+NO_TARGETS: Mapping[Tier, Target] = dict.fromkeys(Tier, Target())
+"""Whatever comes is in time."""

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode
 
 from common.contract.messages.fields import ADDRESS_PATTERN
-from common.contract.tiers import Tier
+from common.contract.messages.session import Profile
+from common.contract.tiers import Target, Tier
 from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse
 from common.runtime.logs import LogFormat
@@ -154,6 +155,11 @@ class TokenTierSettings(TierSettings):
             Tier.BATCH: self.batch_itl_s,
         }[tier]
 
+    @property
+    def targets(self) -> Mapping[Tier, Target]:
+        """What each tier aims at."""
+        return {tier: Target(ttft_s=self.ttft_target_s(tier), itl_s=self.itl_target_s(tier)) for tier in Tier}
+
 
 class WorkerSettings(TierSettings):
     """What both worker roles have."""
@@ -275,11 +281,15 @@ class DecodeSettings(WorkerSettings, TokenTierSettings):
     preempt_by: Literal["cost", "swap", "recompute"] = Field(
         "cost", description="how a sequence gives up its blocks: cost takes the cheaper way"
     )
-    speculation: Literal["off", "lookup", "draft", "auto"] = Field(
-        "off",
+    profile: Profile = Field(
+        Profile.THROUGHPUT,
+        description="throughput: large batches; latency: no larger than keeps the ITL target of the tier interactive",
+    )
+    speculation: Literal["default", "off", "lookup", "draft", "auto"] = Field(
+        "default",
         description="verify several tokens of a sequence in a step where that yields more tokens per second; lookup: "
         "those that followed the last ones earlier in the text; draft: those of a draft model; auto: of whichever is "
-        "right more often",
+        "right more often; default: off, or with --profile latency lookup (auto with a draft_model)",
     )
     draft_model: str | None = Field(
         None, description="folder or hub id of a small model with the same tokenizer, for --speculation draft or auto"
@@ -306,6 +316,15 @@ class DecodeSettings(WorkerSettings, TokenTierSettings):
         if 0 < self.token_budget < least:
             raise ValueError(f"token_budget must be at least {least}, for max_num_seqs and prompt tokens beside them")
         return self
+
+    @property
+    def drafts_by(self) -> Literal["off", "lookup", "draft", "auto"]:
+        """What tells drafted tokens: `speculation`, by default that of the profile."""
+        if self.speculation != "default":
+            return self.speculation
+        if self.profile is Profile.THROUGHPUT:
+            return "off"
+        return "lookup" if self.draft_model is None else "auto"
 
     def on(self, device: DeviceType) -> Self:
         """See `WorkerSettings.on`; a token budget by default holds the batch."""
@@ -446,6 +465,7 @@ class ServeSettings(ProcessSettings):
     admin_port: Port = Field(0, description="port to look at workers and drain them (0: any free one)")
     prefill: int = Field(1, ge=0, le=64, description="prefill workers; 0: decode workers compute the prompts too")
     decode: int = Field(1, ge=1, le=64, description="decode workers")
+    latency: int = Field(0, ge=0, le=64, description="decode workers with --profile latency, besides those")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")

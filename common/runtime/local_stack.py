@@ -72,20 +72,24 @@ class LocalStack:
         settings = self._settings
         port = self._reserve(settings.host, settings.port, "the API's port ")
         admin_port = self._reserve("127.0.0.1", settings.admin_port, "the admin port ")
-        workers = [("prefill", i) for i in range(settings.prefill)] + [("decode", i) for i in range(settings.decode)]
+        pools = {"prefill": settings.prefill, "decode": settings.decode, "latency": settings.latency}
+        workers = [(pool, index) for pool, number in pools.items() for index in range(number)]
         threads = max(1, (os.cpu_count() or 1) // len(workers))
         common = ["--model", settings.model, "--log-level", settings.log_level, "--log-format", settings.log_format]
         common += ["--heartbeat-interval-s", str(settings.heartbeat_interval_s)]
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
         common += [] if settings.curve_keys is None else ["--curve-keys", settings.curve_keys]
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-        for role, index in workers:
+        for pool, index in workers:
+            role = "decode" if pool == "latency" else pool
             control, http = (self._reserve("127.0.0.1", 0) for _ in range(2))
             addresses[role].append(f"127.0.0.1:{control}")
             options = ["--num-threads", str(threads), "--kv-cache-bytes", str(settings.kv_cache_bytes)]
             options += ["--dtype", settings.dtype, "--transport", settings.transport, "--device", settings.device]
             options += ["--host", "127.0.0.1", "--control-port", str(control), "--http-port", str(http)]
-            self._children.append(Child(f"{role}-{index}", role, [*common, *options]))
+            # Said only of these: a variable may give the others a profile.
+            options += ["--profile", "latency"] if pool == "latency" else []
+            self._children.append(Child(f"{pool}-{index}", role, [*common, *options]))
         options = ["--host", settings.host, "--port", str(port)]
         options += ["--prefill-workers", ",".join(addresses["prefill"])]
         options += ["--decode-workers", ",".join(addresses["decode"])]

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
-from common.contract.messages.session import Heartbeat, Hello, Phase, Role, Welcome
+from common.contract.messages.session import Heartbeat, Hello, Phase, Profile, Role, Welcome
 from common.engine.engine import Engine, Started
 from common.engine.grammar import GaveUp, GrammarState
 from common.engine.masks import Masks
@@ -67,6 +67,10 @@ class Core(Protocol):
     @property
     def role(self) -> Role:
         """The worker's role."""
+
+    @property
+    def profile(self) -> Profile:
+        """What the worker is packed for, if it decodes."""
 
     @property
     def front(self) -> Front[Any]:
@@ -288,6 +292,7 @@ class WorkerShell:
             transport_metadata=self._transfers.metadata,
             open_requests=(),
             phase=self.core.front.phase,
+            profile=self.core.profile,
         )
 
     def heartbeat(self, number: int) -> Heartbeat:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Final
 
 from common.contract.ids import RequestId
+from common.contract.messages.session import Role
 from gateway.serving.attempt import Attempt
 from gateway.serving.flow import Flow
 from gateway.workers.worker_view import WorkerView
@@ -54,6 +55,7 @@ def worker_view(worker: WorkerView) -> dict[str, object]:
     return {
         "id": worker.address,
         "role": worker.role.value,
+        "profile": worker.profile.value if worker.role is Role.DECODE and worker.welcome else None,
         "connected": worker.incarnation is not None,
         "usable": worker.usable,
         "phase": said.phase.value if said else None,

@@ -9,7 +9,7 @@ import numpy as np
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.session import Phase, Role
 from common.contract.tiers import Tier
-from gateway.dispatch.router import Ask, Cached, Caution, Handoff, Local, Router, least_loaded_decode
+from gateway.dispatch.router import Ask, Cached, Caution, Handoff, Local, Router
 from gateway.serving.choice import Choice
 from gateway.serving.flow_actions import PlacementRequest
 from gateway.workers.load_table import Rows
@@ -86,7 +86,7 @@ class Candidates:
         decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
         if not len(decode):
             return None
-        return Rebind(table.workers[least_loaded_decode(table, decode, ask, table.spread(cached))])
+        return Rebind(self._router.taker(decode, ask, cached))
 
     def may_leave(self, address: str) -> bool:
         """Whether the worker at `address` is a draining decode worker, and another one may have room for its
@@ -100,11 +100,16 @@ class Candidates:
         return any(worker.has_room(_NOTHING.num_tokens) for worker in self._registry.table.views(others))
 
     def refuge(
-        self, address: str, choice: Choice, most_tokens: int, fits: Fingerprint | None = None
+        self,
+        address: str,
+        choice: Choice,
+        most_tokens: int,
+        fits: Fingerprint | None = None,
+        tier: Tier = Tier.STANDARD,
     ) -> WorkerView | None:
         """A decode worker other than the one at `address` that probably has room for a leaving sequence; None without
         one."""
-        ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens)
+        ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens, tier=tier)
         caution = Caution(fits=fits, too_small=frozenset(choice.too_small), admitted=True)
         table = self._registry.table
         decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
@@ -115,7 +120,7 @@ class Candidates:
         ]
         if not others:
             return None
-        return table.workers[least_loaded_decode(table, np.array(others), ask, table.spread({}))]
+        return self._router.taker(np.array(others), ask, {})
 
     def _rows(self, caution: Caution, ask: Ask) -> Rows:
         return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)

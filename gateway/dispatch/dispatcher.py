@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from operator import itemgetter
 
 from prometheus_client.metrics_core import Metric
@@ -25,6 +25,7 @@ from common.contract.messages.fields import MAX_OPEN_REQUESTS, Message, RequestM
 from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Role
 from common.contract.messages.worker import Failed, StepTokens, Timings, Tokens
+from common.contract.tiers import NO_TARGETS, Target, Tier
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
@@ -75,6 +76,7 @@ class Dispatcher(Collector):
         *,
         local_prefill_tokens: int = 0,
         routing: Routing = "expected",
+        targets: Mapping[Tier, Target] = NO_TARGETS,
         max_prefix_names: int = 2_000_000,
         ttft_limits: TtftLimits | None = None,
         patience_s: float = 10.0,
@@ -82,12 +84,13 @@ class Dispatcher(Collector):
         keys: CurveKeys | None = None,
     ) -> None:
         """`local_prefill_tokens`: a decode worker computes a prompt of which it has at most so many tokens to compute.
-        With 0 there is none, because the last token is never cached. `max_prefix_names` bounds the prefix index.
+        With 0 there is none, because the last token is never cached. `targets`: by them a decode worker's profile is
+        chosen. `max_prefix_names` bounds the prefix index.
         Without `ttft_limits` no request is refused because of expected times. An admitted request waits up to
         `patience_s` while no suitable worker exists. A request that gets no token for `silence_s` fails.
         """
         index = PrefixIndex(max_prefix_names)
-        router = Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing)
+        router = Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing, targets=targets)
         self._registry = registry
         self._clock = clock
         self._patience_s = patience_s

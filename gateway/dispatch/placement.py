@@ -23,7 +23,7 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.messages.gateway import Decode, Prefill
-from common.contract.messages.session import Role
+from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Tier
 from common.runtime.probes import counter
 from gateway.dispatch.candidates import Candidates, Rebind, Route
@@ -78,6 +78,8 @@ class Placement:
         """Whether a request has been routed while no prefill worker was usable, and none has been usable since."""
         self.num_prefix_hints = 0
         self.num_local_prefills: Counter[LocalPrefill] = Counter()
+        self._num_by_profile: Counter[tuple[Tier, Profile]] = Counter()
+        """Choices of workers, by tier and the decode worker's profile."""
         self._num_refused: Counter[tuple[Role, Tier]] = Counter()
         """Requests refused for their expected times, by the role that they would have waited for, and tier."""
 
@@ -216,6 +218,7 @@ class Placement:
             self.num_local_prefills[route.reason] += 1
         elif prefix is not None:
             self.num_prefix_hints += 1
+        self._num_by_profile[flow.generation.tier, route.decode.profile] += 1
         self._note_degradation()
         if request.fingerprint is None and route.decode.welcome is not None:
             request.fingerprint = route.decode.welcome.fingerprint
@@ -247,7 +250,7 @@ class Placement:
         request, choice, generation = leaver.request, leaver.choice, leaver.request.flow.generation
         most_tokens = len(generation.token_ids) + generation.sampling.max_tokens
         address = leaver.attempt.decode.life.address
-        refuge = self.candidates.refuge(address, choice, most_tokens, request.fingerprint)
+        refuge = self.candidates.refuge(address, choice, most_tokens, request.fingerprint, generation.tier)
         if refuge is None:
             return []  # there may be room for a shorter sequence
         actions = request.flow.move(leaver.attempt, choice, refuge.life, request.budget_s(now), now=now)
@@ -262,6 +265,9 @@ class Placement:
         local = {reason.value: self.num_local_prefills[reason] for reason in LocalPrefill}
         text = "Requests whose prompt a decode worker computes."
         yield counter("baton_gateway_local_prefills", text, local, "reason")
+        by_profile = {(t.value, p.value): self._num_by_profile[t, p] for t, p in itertools.product(Tier, Profile)}
+        text = "Placements, by the request's tier and the decode worker's profile."
+        yield counter("baton_gateway_placements", text, by_profile, "tier", "profile")
         refused = CounterMetricFamily(
             "baton_gateway_refused",
             "Requests refused for what they would have had to wait, by what there was too little of.",

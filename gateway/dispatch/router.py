@@ -7,8 +7,9 @@ no prefill worker is usable        the same, so that the request is served      
 otherwise                          a prefill and a decode worker                             handoff
 
 The prefill worker is the one with the earliest expected first token (`gateway.dispatch.estimates`). The decode worker
-is the one with room soonest, then the fewest blocks in use; workers that can hold the sequence to its end are
-preferred. Workers that have just failed the request are avoided.
+is, among those of the profile that the tier asks for (`gateway.dispatch.profiles`), the one with room soonest, then the
+fewest blocks in use; workers that can hold the sequence to its end are preferred. Workers that have just failed the
+request are avoided.
 
 All workers are compared, as columns of a table (`gateway.workers.load_table`). A worker is named by its row.
 """
@@ -25,8 +26,9 @@ from numpy.typing import NDArray
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.gateway import PrefixHint
 from common.contract.messages.session import Role
-from common.contract.tiers import Tier
+from common.contract.tiers import NO_TARGETS, Target, Tier
 from gateway.dispatch.estimates import prompt_s, queue_s, room_s
+from gateway.dispatch.profiles import of_profile
 from gateway.workers.load_table import Column, LoadTable, Rows
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
@@ -201,8 +203,16 @@ Routing = Literal["expected", "round_robin"]
 class Router:
     """Chooses workers for prompts."""
 
-    def __init__(self, registry: Registry, *, local_prefill_tokens: int = 0, routing: Routing = "expected") -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        local_prefill_tokens: int = 0,
+        routing: Routing = "expected",
+        targets: Mapping[Tier, Target] = NO_TARGETS,
+    ) -> None:
         """A prompt is short for a decode worker that would compute at most `local_prefill_tokens` of it."""
+        self._targets = targets
         self._registry = registry
         self._local_prefill_tokens = local_prefill_tokens
         self._in_turn = routing == "round_robin"
@@ -220,6 +230,8 @@ class Router:
             prefill, decode, cached = self._next(prefill), self._next(decode), {}
         here = table.spread(cached)
         times = _Times(queue_s(table, ask.tier, ask.now), room_s(table, ask.tier, ask.num_choices))
+        if not self._in_turn:
+            decode = of_profile(table, decode, ask.tier, self._targets[ask.tier], times.wait_s)
         free = _uncrowded(table, decode)
         near = free[ask.num_tokens - here[free] <= self._local_prefill_tokens]
         if registry.colocated:
@@ -237,6 +249,15 @@ class Router:
                 return short
         return handoff
 
+    def taker(self, rows: Rows, ask: Ask, cached: Cached) -> WorkerView:
+        """The decode worker, of at least one, for a sequence that is computed elsewhere: of the profile that the tier
+        asks for the one with the earliest room; then the lowest occupancy, roughly; then, among uncrowded workers, the
+        most cached prompt tokens; then the fewest requests from this gateway."""
+        table = self._registry.table
+        space_s = room_s(table, ask.tier, ask.num_choices)
+        rows = of_profile(table, rows, ask.tier, self._targets[ask.tier], space_s)
+        return table.workers[_least_loaded(table, rows, table.spread(cached), space_s)]
+
     def _next(self, rows: Rows) -> Rows:
         return rows[[self._turn % len(rows)]] if len(rows) else rows
 
@@ -249,11 +270,10 @@ class _Times(NamedTuple):
     space_s: Column
     """Until the worker has room."""
 
-
-def least_loaded_decode(table: LoadTable, rows: Rows, ask: Ask, here: Column) -> int:
-    """The worker with the earliest room; then the lowest occupancy, roughly; then, among uncrowded workers, the most
-    cached prompt tokens (`here`); then the fewest requests from this gateway."""
-    return _least_loaded(table, rows, here, room_s(table, ask.tier, ask.num_choices))
+    @property
+    def wait_s(self) -> Column:
+        """Until the worker has room, and the prompt its turn there."""
+        return np.maximum(self.turn_s, self.space_s)
 
 
 def _least_loaded(table: LoadTable, rows: Rows, here: Column, space_s: Column) -> int:
@@ -290,9 +310,9 @@ def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Colu
 
 
 def _local(table: LoadTable, ask: Ask, decode: Rows, here: Column, times: _Times, reason: LocalPrefill) -> Local:
-    turn_s, space_s = times
+    turn_s, space_s = times.turn_s, times.space_s
     own_s = prompt_s(table, ask.num_tokens, here)
-    wait_s = np.maximum(turn_s, space_s)
+    wait_s = times.wait_s
     soonest = _soonest(decode, wait_s if ask.least_wait else wait_s + own_s)
     chosen = _least_loaded(table, soonest, here, space_s)
     expected = Expected(queue_s=float(turn_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(space_s[chosen]))

@@ -12,9 +12,9 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 
 from common.contract.errors import Cause
+from common.contract.tiers import Target
 from common.runtime.logs import about
 from gateway.answer.responses import AnswerFormat
-from gateway.api_settings import Target
 from gateway.intake.request_intake import Job
 from gateway.observability.metrics import GatewayMetrics
 from gateway.text.choice_text import Piece

@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from common.contract.messages.session import Profile
 from common.contract.tiers import Tier
 from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import WorkerView
@@ -46,7 +47,7 @@ class LoadTable:
         self.workers = tuple(workers)
         self._rows = {worker.address: row for row, worker in enumerate(self.workers)}
         num = len(self.workers)
-        self._cells = np.zeros((3 * _NUM_TIERS + 9, num))
+        self._cells = np.zeros((3 * _NUM_TIERS + 11, num))
         tiers, rest = self._cells[: 3 * _NUM_TIERS], iter(self._cells[3 * _NUM_TIERS :])
         self.backlog_s_TN = tiers[:_NUM_TIERS]
         """Seconds of prompts that precede a new one of a tier, at the time `backlog_at_TN`."""
@@ -73,6 +74,10 @@ class LoadTable:
         """1 if it has refused an admitted request for lack of capacity since its last heartbeat."""
         self.max_sequence_tokens = next(rest)
         """Tokens of the longest sequence that it accepts."""
+        self.latency = next(rest)
+        """1 for a decode worker with the profile latency."""
+        self.itl_s = next(rest)
+        """Recent seconds between the tokens of a decode worker's sequences; 0 if it has none."""
         by_address = sorted(range(num), key=lambda row: self.workers[row].address)
         self.address_rank = np.empty(num)
         """Position of the worker's address among all addresses."""
@@ -126,6 +131,8 @@ def _cells(worker: WorkerView) -> list[float]:
         worker.in_flight,
         worker.full,
         -1 if worker.welcome is None else worker.welcome.max_sequence_tokens,
+        worker.profile is Profile.LATENCY,
+        0.0 if load is None else load.itl_s,
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
+from common.contract.messages.session import Heartbeat, Phase, Profile, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.workers.worker_life import WorkerLife
 
@@ -86,6 +86,11 @@ class WorkerView:
     def usable(self) -> bool:
         """Whether it may be given new work now."""
         return self.available and self.refused is None
+
+    @property
+    def profile(self) -> Profile:
+        """What it is packed for, if it decodes."""
+        return Profile.THROUGHPUT if self.welcome is None else self.welcome.profile
 
     @property
     def sequences(self) -> list[int]:

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
-from common.contract.tiers import Tier
-from gateway.dispatch.router import Ask, Caution, Router, least_loaded_decode
+from common.contract.messages.session import Heartbeat, Phase, Profile, Role, Welcome
+from common.contract.tiers import Target, Tier
+from gateway.dispatch.router import Ask, Caution, Router
 from gateway.workers.discovery import Endpoint
 from gateway.workers.load_table import LoadTable
 from gateway.workers.registry import Registry
@@ -32,6 +32,11 @@ DECODE = tuple(f"d{number}:1" for number in (4, 0, 10, 2, 3))
 EXTRA = "d7:1"
 ROLES = dict.fromkeys(PREFILL, Role.PREFILL) | dict.fromkeys((*DECODE, EXTRA), Role.DECODE)
 STALL_S = 1.0
+TARGETS = {
+    Tier.INTERACTIVE: Target(ttft_s=0.4, itl_s=0.1),
+    Tier.STANDARD: Target(ttft_s=1.0, itl_s=0.2),
+    Tier.BATCH: Target(ttft_s=5.0),
+}
 
 addresses = st.sampled_from(tuple(ROLES))
 tiers = st.sampled_from(Tier)
@@ -53,6 +58,7 @@ loads = st.builds(
     token_s=st.sampled_from((0.0, 1e-4, 1.05e-4, 1.2e-4, 1e-3, 0.1)),
     pulled_token_s=st.sampled_from((0.0, 1e-5, 1e-3, 1.0)),
     sequence_s=st.sampled_from((0.0, 0.5, 3.0, 10.0)),
+    itl_s=st.sampled_from((0.0, 0.1, 0.15, 0.5)),
     received=st.integers(0, 30),
 )
 asks = st.builds(
@@ -72,8 +78,10 @@ class RoutingMachine(RuleBasedStateMachine):
         colocated=st.booleans(),
         local_prefill_tokens=st.sampled_from((0, 16, 64, 1000)),
         in_turn=st.sampled_from((False, False, False, True)),
+        profiles=st.sampled_from(({}, {DECODE[0]: Profile.LATENCY})),
     )
-    def begin(self, colocated: bool, local_prefill_tokens: int, in_turn: bool) -> None:
+    def begin(self, colocated: bool, local_prefill_tokens: int, in_turn: bool, profiles: dict[str, Profile]) -> None:
+        self.profiles = profiles
         self.now = 0.0
         self.number = 0
         self.given: list[tuple[WorkerLife, Given]] = []
@@ -84,9 +92,11 @@ class RoutingMachine(RuleBasedStateMachine):
             self.registry,
             local_prefill_tokens=local_prefill_tokens,
             routing="round_robin" if in_turn else "expected",
+            targets=TARGETS,
         )
         for address in tuple(self.registry.workers):
-            self.registry.opened(address, self.life(), self.welcome(ROLES[address], OLD, 10_000))
+            profile = self.profiles.get(address, Profile.THROUGHPUT)
+            self.registry.opened(address, self.life(), self.welcome(ROLES[address], OLD, 10_000, profile))
 
     # --- what happens to workers ---------------------------------------------------------------------------------
 
@@ -94,7 +104,7 @@ class RoutingMachine(RuleBasedStateMachine):
         self.number += 1
         return Incarnation(f"life-{self.number}")
 
-    def welcome(self, role: Role, fingerprint: Fingerprint, max_sequence_tokens: int) -> Welcome:
+    def welcome(self, role: Role, fingerprint: Fingerprint, max_sequence_tokens: int, profile: Profile) -> Welcome:
         return Welcome(
             role=role,
             fingerprint=fingerprint,
@@ -102,6 +112,7 @@ class RoutingMachine(RuleBasedStateMachine):
             transport="zmq",
             transport_metadata=b"",
             open_requests=(),
+            profile=profile,
         )
 
     def worker(self, address: str) -> WorkerView | None:
@@ -114,15 +125,16 @@ class RoutingMachine(RuleBasedStateMachine):
         fingerprint=st.sampled_from((OLD, OLD, NEW, MISFIT)),
         holds=st.sampled_from((0, 100, 1001, 10_000)),
         again=st.booleans(),
+        profile=st.sampled_from(Profile),
     )
-    def open(self, address: str, fingerprint: Fingerprint, holds: int, again: bool) -> None:
+    def open(self, address: str, fingerprint: Fingerprint, holds: int, again: bool, profile: Profile) -> None:
         """A session opens; with `again`, that of a process that had one before."""
         worker = self.registry.workers.get(address)
         if worker is not None:
             life = worker.last_incarnation if again and worker.last_incarnation is not None else self.life()
             self.registry.lost(address)
             with contextlib.suppress(FingerprintMismatchError):
-                self.registry.opened(address, life, self.welcome(ROLES[address], fingerprint, holds))
+                self.registry.opened(address, life, self.welcome(ROLES[address], fingerprint, holds, profile))
 
     @rule(address=addresses)
     def lose(self, address: str) -> None:
@@ -205,7 +217,7 @@ class RoutingMachine(RuleBasedStateMachine):
         if come:
             self.registry.add(Role.DECODE, Endpoint(address=EXTRA))
             with contextlib.suppress(FingerprintMismatchError):
-                self.registry.opened(EXTRA, self.life(), self.welcome(Role.DECODE, OLD, 10_000))
+                self.registry.opened(EXTRA, self.life(), self.welcome(Role.DECODE, OLD, 10_000, Profile.LATENCY))
 
     @rule(seconds=st.sampled_from((0.01, 0.1, 0.3, 0.6, 2.0)))
     def wait(self, seconds: float) -> None:
@@ -239,6 +251,7 @@ class RoutingMachine(RuleBasedStateMachine):
             caution,
             local_prefill_tokens=self.local_prefill_tokens,
             turn=None if self.turn is None else self.turn + 1,
+            targets=TARGETS,
         )
         if self.turn is not None and expected is not None:
             self.turn += 1
@@ -248,8 +261,8 @@ class RoutingMachine(RuleBasedStateMachine):
         could = full_scan.able(caution, full_scan.usable(self.registry, Role.DECODE), ask)
         assert table.views(caution.able(table, usable, ask)) == could
         if could:
-            row = least_loaded_decode(table, caution.able(table, usable, ask), ask, table.spread(cached))
-            assert table.workers[row] is full_scan.least_loaded_decode(could, ask, cached)
+            taker = self.router.taker(caution.able(table, usable, ask), ask, cached)
+            assert taker is full_scan.taker(could, ask, cached, TARGETS)
 
     @rule()
     def look(self) -> None:

@@ -177,17 +177,24 @@ def test_what_is_needed_no_more_goes() -> None:
 @pytest.mark.processes
 @promtool
 def test_the_decode_pool_is_what_its_loads_add_up_to(tmp_path: Path) -> None:
-    def wanted(*loads: float, refused: float = 0.0, served: float = 15.0) -> float | None:
-        pods = {f'namespace="baton", pod="d{n}", component="decode"': load for n, load in enumerate(loads)}
+    def wanted(*loads: float, refused: float = 0.0, served: float = 15.0, profile: str = "throughput") -> float | None:
+        """`loads` are of the workers for throughput; of those for latency there are two, with 0.8 and 1.6."""
+        pods = {
+            f'namespace="baton", pod="{profile[0]}{n}", component="decode", profile="{profile}"': load
+            for profile, loads in (("throughput", loads), ("latency", (0.8, 1.6)))
+            for n, load in enumerate(loads)
+        }
         gateway = 'namespace="baton", pod="g", component="gateway"'
         samples: dict[str, list[float | None]] = {f"up{{{pod}}}": [1.0] * 8 for pod in pods}
         samples |= {f"baton_decode_load{{{pod}}}": [load] * 8 for pod, load in pods.items()}
         name = f'baton_gateway_refused_total{{{gateway}, role="decode", tier="standard"}}'
         samples[name] = [refused * n for n in range(8)]
         samples[f"vllm:time_to_first_token_seconds_count{{{gateway}}}"] = [served * n for n in range(8)]
-        return evaluate(samples, "baton:decode_workers:wanted", tmp_path, rules())
+        return evaluate(samples, f'baton:decode_workers:wanted{{profile="{profile}"}}', tmp_path, rules())
 
     assert wanted(0.4, 0.4) == pytest.approx(1.0)
     assert wanted(0.9, 1.5) == pytest.approx(3.0)
     assert wanted(1.0, 1.0, refused=15.0) == pytest.approx(5.0), "half of what is asked for is refused"
     assert wanted() is None
+    assert wanted(0.4, profile="latency") == pytest.approx(3.0), "each profile by itself"
+    assert wanted(0.4, refused=15.0, profile="latency") == pytest.approx(6.0)

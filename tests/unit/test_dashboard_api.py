@@ -17,8 +17,7 @@ from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, as
 from waiting import eventually
 
 from common.contract.errors import Cause
-from common.contract.tiers import Tier
-from gateway.api_settings import Target
+from common.contract.tiers import Target, Tier
 from gateway.dashboard import assets
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import MAX_WATCHERS

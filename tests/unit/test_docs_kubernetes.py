@@ -66,7 +66,7 @@ def test_the_example_overlay_fits_together(tmp_path: Path) -> None:
     assert faults(objects) == []
     assert {each["metadata"].get("namespace") for each in objects} == {"chat"}
     images = [container["image"] for _, _, container in containers(objects)]
-    assert len(images) == 3
+    assert len(images) == 4
     assert all(re.fullmatch(r"registry\.example\.org/baton-(gateway|worker)@sha256:\w{64}", each) for each in images)
     assert {str(environment(objects, container)["BATON_MODEL"]) for _, _, container in containers(objects)} == {
         "Qwen/Qwen3-8B"
@@ -79,7 +79,9 @@ def test_every_query_of_the_example_asks_for_its_namespace(tmp_path: Path) -> No
     scaled = list(of(example(tmp_path, between("example overlay")), "ScaledObject"))
     asked = {each["metadata"]["name"]: each["spec"]["triggers"][0]["metadata"] for each in scaled}
     assert {name: trigger["query"] for name, trigger in asked.items()} == {
-        f"baton-{role}": f'baton:{role}_workers:wanted{{namespace="chat"}}' for role in ("prefill", "decode")
+        "baton-prefill": 'baton:prefill_workers:wanted{namespace="chat"}',
+        "baton-decode": 'baton:decode_workers:wanted{namespace="chat", profile="throughput"}',
+        "baton-decode-latency": 'baton:decode_workers:wanted{namespace="chat", profile="latency"}',
     }
     assert len({trigger["serverAddress"] for trigger in asked.values()}) == 1
 
@@ -88,15 +90,16 @@ def test_every_query_of_the_example_asks_for_its_namespace(tmp_path: Path) -> No
 @needs_kubectl
 def test_the_example_overlay_builds_with_the_other_autoscaler(tmp_path: Path) -> None:
     text = between("example overlay")
-    objects = example(tmp_path, text.replace("components/keda", "components/hpa"))
+    text = re.sub(r"components/(latency-)?keda", r"components/\1hpa", text)
+    objects = example(tmp_path, text)
     assert faults(objects) == []
-    assert len(list(of(objects, "HorizontalPodAutoscaler"))) == 2
+    assert len(list(of(objects, "HorizontalPodAutoscaler"))) == 3
     assert not list(of(objects, "ScaledObject"))
 
 
-def test_the_example_overlay_has_every_component_but_one_of_the_autoscalers() -> None:
+def test_the_example_overlay_has_every_component_but_those_of_the_other_autoscaler() -> None:
     used = set(re.findall(r"components/([\w-]+)", between("example overlay")))
-    assert used | {"hpa"} == {path.name for path in COMPONENTS.iterdir() if path.is_dir()}
+    assert used | {"hpa", "latency-hpa"} == {path.name for path in COMPONENTS.iterdir() if path.is_dir()}
 
 
 @pytest.mark.processes
@@ -137,7 +140,7 @@ def test_the_seconds_of_the_page_are_those_of_the_manifests() -> None:
         row = ("", role, before, f"{grace_s} s (`{variable}`)", f"{total_s - stop_s - grace_s} s", f"{total_s}", "")
         assert re.sub(r" +", " ", " | ".join(row)).strip() in PAGE, row
         told += 1
-    assert told == 3
+    assert told == 4, "decode workers of both profiles"
 
 
 def test_the_sizes_of_the_page_are_what_the_command_prints() -> None:

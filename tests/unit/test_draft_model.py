@@ -18,8 +18,7 @@ from common.engine.batch import Drafted
 from common.runtime.config import MAX_DRAFT_TOKENS
 from common.scheduling.row_times import RowTimes
 from decode_worker.draft_model import MOST_BEHIND
-from decode_worker.request import ChoiceStage, DecodeChoice
-from decode_worker.speculation import rows_of
+from decode_worker.request import ChoiceStage, DecodeChoice, rows_of
 
 LIKE_TEXT = [1, 2, 3, 99, 5, 6] * 2 + [1, 2, 3]
 """After which, and 99, comes 5."""

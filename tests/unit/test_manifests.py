@@ -18,7 +18,7 @@ import jsonschema
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
-from manifest_lints import Object, faults
+from manifest_lints import Object, faults, of
 from needs import needs
 
 K8S = Path(__file__).parents[2] / "k8s"
@@ -26,8 +26,8 @@ VERSIONS = ("1.37", "1.36", "1.35")
 """The newest of which there are schemas."""
 BASES = ("base", *sorted(f"overlays/{path.name}" for path in (K8S / "overlays").iterdir()))
 COMPONENTS = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
-SCALERS = frozenset({"hpa", "keda"})
-"""Of which a deployment has one."""
+SCALERS = (frozenset({"hpa", "latency-hpa"}), frozenset({"keda", "latency-keda"}))
+"""Of which a deployment has those of one kind."""
 Build = tuple[str, ...]
 """A base or an overlay, and components."""
 
@@ -37,12 +37,12 @@ def builds() -> Iterator[Build]:
     for base in BASES:
         yield (base,)
         yield from ((base, component) for component in COMPONENTS if component not in included(base))
-        for scaler in sorted(SCALERS):
-            others = SCALERS - {scaler} | included(base)
+        for scalers in SCALERS:
+            others = frozenset().union(*SCALERS) - scalers | included(base)
             # Monitoring comes before what changes it.
             yield (base, "monitoring", *(each for each in COMPONENTS if each not in {*others, "monitoring"}))
     for one, other in itertools.combinations(COMPONENTS, 2):
-        if {one, other} != SCALERS:
+        if not any({one} & scalers and {other} & frozenset().union(*SCALERS) - scalers for scalers in SCALERS):
             yield ("overlays/gpu", *sorted((one, other), key=lambda each: each != "monitoring"))
 
 
@@ -99,7 +99,9 @@ def test_every_object_is_what_kubernetes_takes_and_fits_together(build: Build) -
 
 
 def test_the_base_names_no_namespace() -> None:
-    every = built("base", "monitoring", *(each for each in COMPONENTS if each not in {"monitoring", "keda"}))
+    every = built(
+        "base", "monitoring", *(each for each in COMPONENTS if each not in {"monitoring", "keda", "latency-keda"})
+    )
     assert [each for each in every if "namespace" in each["metadata"]] == []
 
 
@@ -112,13 +114,40 @@ def test_an_overlay_is_in_one_namespace_altogether(base: str) -> None:
 
 
 def test_autoscalers_of_both_kinds_behave_alike() -> None:
-    hpa = {each["metadata"]["name"]: each["spec"] for each in built("base", "hpa") if each["kind"].startswith("Horiz")}
-    keda = {each["metadata"]["name"]: each["spec"] for each in built("base", "keda") if each["kind"] == "ScaledObject"}
-    assert hpa.keys() == keda.keys() == {PREFILL, DECODE}
+    hpas = of(built("base", "hpa", "latency-hpa"), "HorizontalPodAutoscaler")
+    kedas = of(built("base", "keda", "latency-keda"), "ScaledObject")
+    hpa = {each["metadata"]["name"]: each["spec"] for each in hpas}
+    keda = {each["metadata"]["name"]: each["spec"] for each in kedas}
+    assert hpa.keys() == keda.keys() == {PREFILL, DECODE, LATENCY}
+    assert hpa[LATENCY]["behavior"] == hpa[DECODE]["behavior"]
     for name, one in hpa.items():
         other = keda[name]
         assert one["behavior"] == other["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         assert (one["minReplicas"], one["maxReplicas"]) == (other["minReplicaCount"], other["maxReplicaCount"])
+
+
+def test_there_is_no_pool_for_latency_until_somebody_says_how_many() -> None:
+    """It is the pool of decode workers but for its profile, and gateways find both by the same Service."""
+
+    def pools(*build: str) -> dict[str, Object]:
+        return {each["metadata"]["name"]: each for each in of(built(*build), "Deployment")}
+
+    assert pools("base")[LATENCY]["spec"]["replicas"] == 0
+    for scaler in ("latency-hpa", "latency-keda"):
+        assert "replicas" not in pools("base", scaler)[LATENCY]["spec"]
+        assert pools("base", scaler)[DECODE]["spec"]["replicas"] == 2
+    for overlay in (base for base in BASES if base.startswith("overlays/")):
+        found = pools(overlay)
+        latency, throughput = (json.dumps(found[name]["spec"]["template"]) for name in (LATENCY, DECODE))
+        said = '{"name": "BATON_PROFILE", "value": "latency"}, '
+        assert said in latency
+        assert latency.replace(said, "").replace('"baton/profile": "latency"', '"baton/profile": "throughput"') == (
+            throughput
+        )
+    service = next(each for each in of(built("base"), "Service") if each["metadata"]["name"] == DECODE)
+    for name in (LATENCY, DECODE):
+        labels = pools("base")[name]["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
 
 
 # --- broken ones -----------------------------------------------------------------------------------------------------
@@ -151,12 +180,16 @@ def change(objects: list[Object], text: str) -> None:
 
 
 GATEWAYS = "{matchLabels: {app.kubernetes.io/name: baton, app.kubernetes.io/component: gateway}}"
-PREFILL, DECODE = "baton-prefill", "baton-decode"
+PREFILL, DECODE, LATENCY = "baton-prefill", "baton-decode", "baton-decode-latency"
 COMPONENT = "spec template metadata labels app.kubernetes.io/component"
 BUDGET, SCALER = "PodDisruptionBudget/baton-decode spec", "HorizontalPodAutoscaler/baton-decode"
 BROKEN = (
     (f"Deployment/baton-decode {COMPONENT} = decoder", "Deployment/baton-decode: its selector does not fit its own"),
     ("Service/baton-prefill spec selector = {a: b}", "Service/baton-prefill: it selects no"),
+    (
+        "Deployment/baton-decode spec selector matchLabels baton/profile",
+        "Deployment/baton-decode: its selector fits the pods of Deployment/baton-decode-latency, too",
+    ),
     (
         "NetworkPolicy/baton-workers spec podSelector = {matchLabels: {a: b}}",
         "NetworkPolicy/baton-workers: it selects no pod",

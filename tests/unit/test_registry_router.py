@@ -17,8 +17,7 @@ from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
 from common.contract.messages.gateway import PrefixHint, Source
 from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.dispatch.router import Ask, Handoff, Local, LocalPrefill, Router, least_loaded_decode
-from gateway.workers.load_table import LoadTable
+from gateway.dispatch.router import Ask, Handoff, Local, LocalPrefill, Router
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given, WorkerView
@@ -445,8 +444,9 @@ def prefill_choice(*workers: WorkerView, num_tokens: int = 1000, cached: dict[st
 
 
 def least_loaded(workers: Sequence[WorkerView], ask: Ask, cached: dict[WorkerLife, int]) -> WorkerView:
-    table = LoadTable(workers)
-    return table.workers[least_loaded_decode(table, np.arange(len(workers)), ask, table.spread(cached))]
+    registry = Registry((), tuple(worker.address for worker in workers), "c")
+    registry.workers = {worker.address: worker for worker in workers}
+    return Router(registry).taker(np.arange(len(workers)), ask, cached)
 
 
 def decode_choice(*workers: WorkerView, cached: dict[str, int] | None = None, tier: Tier = Tier.STANDARD) -> str:

@@ -10,6 +10,7 @@ from decode_bench import BLOCK_SIZE, ENDLESS, request
 
 from common.contract.tiers import Tier
 from common.engine.sequence import Sequence
+from decode_worker.batch_bound import BatchBound
 from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.running_batch import RunningBatch, seniority
@@ -34,9 +35,10 @@ class Bench:
     """A batch whose sequences get a token with each step."""
 
     def __init__(self, max_num_seqs: int = 4, ageing_s: float = math.inf) -> None:
-        self.batch = RunningBatch(
-            Policy(block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_sequence_tokens=1_000_000, ageing_s=ageing_s)
+        policy = Policy(
+            block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_sequence_tokens=1_000_000, ageing_s=ageing_s
         )
+        self.batch = RunningBatch(policy, BatchBound(policy))
         self.now = 0.0
 
     def add(self, *choices: DecodeChoice) -> None:

@@ -16,8 +16,8 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.config import MAX_DRAFT_TOKENS
 from common.scheduling.row_times import RowTimes
-from decode_worker.request import ChoiceStage, DecodeChoice
-from decode_worker.speculation import Speculation, rows_of
+from decode_worker.request import ChoiceStage, DecodeChoice, rows_of
+from decode_worker.speculation import Speculation
 from decode_worker.step import Step
 from decode_worker.view import DecodeTotals
 

@@ -21,6 +21,15 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class Profile(StrEnum):
+    """What a decode worker is packed for."""
+
+    THROUGHPUT = "throughput"
+    """As many tokens per second as possible: large batches."""
+    LATENCY = "latency"
+    """Tokens in quick succession: a batch so small that its steps keep a target."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """Client to worker: opens a session, or opens it again after a loss; the worker aborts requests not listed."""
@@ -61,6 +70,8 @@ class Welcome(Message):
     open_requests: OpenRequests
     phase: Phase = Phase.SERVING
     """The worker's phase now; later heartbeats update it."""
+    profile: Profile = Profile.THROUGHPUT
+    """Of a decode worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +122,8 @@ class Heartbeat(Message):
     """Measured seconds for a prefill worker to pull the KV of one token instead."""
     sequence_s: Seconds = 0.0
     """EWMA of the seconds from first to last token of a decode worker's sequences; 0 if not known."""
+    itl_s: Seconds = 0.0
+    """Recent seconds between the tokens of a decode worker's sequences; 0 if it has none."""
     prompt_tokens: Count = 0
     """Prompt tokens computed since start."""
     output_tokens: Count = 0

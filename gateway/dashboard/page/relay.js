@@ -192,7 +192,7 @@ class WorkerCard {
   show(worker, number, withAdmin) {
     const state = stateOf(worker);
     this.name = `${ROLE_NAMES[this.role]} ${number}`;
-    setText(this.title, this.name);
+    setText(this.title, worker.profile === 'latency' ? `${this.name}, for latency` : this.name);
     this.item.dataset.state = state;
     setText(this.state, `${STATES[state]} ${state}`);
     this.state.title = worker.refused ?? '';
