@@ -100,7 +100,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 tuple(sum(pair[name][tier]["goodput"] for tier in tiers) for name in ("profiles", "packed"))
                 for pair in pairs
             ]
-            made.append({"mix": mix, "rate": rate, "tier": " and ".join(tiers), "goodput": compared(goodput)})  # type: ignore[arg-type]
+            made.append({"mix": mix, "rate": rate, "tier": " and ".join(tiers), "goodput": compared(goodput)})
     return made
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding, linear
 
-from common.engine.native import Kernels, pack, pack_pairs, unpacked_rows
+from common.engine.native import Kernels, alternating, pack, pack_pairs, unpacked_rows
 
 FEW_ROWS = 16
 """Most rows of a product for which a GPU may have a kernel of its own."""
@@ -35,7 +35,10 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """`x @ weight.T + bias`. Fill `weight` and `bias`, which start uninitialised, then call `pack` once."""
+    """`x @ weight.T + bias`. Fill `weight` and `bias`, which start uninitialised, then call `pack` once.
+
+    The outputs of a `gated` one are gates, then as many ups. With kernels in C it is not called, but `gate`.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Linear:
         device: torch.device,
         kernels: Kernels | None = None,
         row_invariant: bool = False,
+        gated: bool = False,
     ) -> None:
         """`row_invariant`: compute with `kernels`, which a CPU must then have, although oneDNN could be faster."""
         on_cpu = self._on_cpu = device.type == "cpu"
@@ -61,7 +65,7 @@ class Linear:
             self.weight = torch.empty(out_features, in_features, dtype=stored, device=device)
         self.bias = torch.empty(out_features, dtype=stored, device=device) if bias else None
         self.out_features, self.in_features = out_features, in_features
-        self._stored = stored
+        self._stored, self._gated = stored, gated
         self._packed: torch.Tensor | None = None
 
     @property
@@ -72,9 +76,12 @@ class Linear:
     def pack(self) -> None:
         """Convert the loaded weight to its final representation. `weight` may be gone afterwards."""
         if self._kernels is not None:
-            self._packed = pack_pairs(self.weight) if self._in_pairs else pack(self.weight)
-            self.bias = None if self.bias is None else self.bias.float()
+            weight, bias = self.weight, None if self.bias is None else self.bias.float()
             del self.weight
+            if self._gated:
+                weight, bias = alternating(weight), None if bias is None else alternating(bias)
+            self._packed = pack_pairs(weight) if self._in_pairs else pack(weight)
+            self.bias = bias
         elif self.for_onednn:
             self.pack_for_onednn()
 
@@ -97,8 +104,16 @@ class Linear:
         if self._packed is None:
             return linear(x.to(self._stored), self.weight, self.bias).to(x.dtype)
         if self._kernels is not None:
+            assert not self._gated, "its panels are of gates and of ups in turn"
             return self._kernels.linear(x, self._packed, self.bias, self.out_features)
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x.to(self._stored), self._packed, self.bias, "none", [], ""
         )
         return y.to(x.dtype)
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor | None:
+        """`silu(gate) * up` of the outputs, `[rows, out / 2]`; None if there is no kernel in C for that."""
+        if self._kernels is None or self._packed is None:
+            return None
+        assert self._gated
+        return self._kernels.gated(x, self._packed, self.bias, self.out_features // 2)

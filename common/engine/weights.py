@@ -159,7 +159,7 @@ def _allocate(
     def vector(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype if kernels is None else torch.float32, device=device)
 
-    def projection(out_features: int, in_features: int, bias: bool = False) -> Linear:
+    def projection(out_features: int, in_features: int, bias: bool = False, *, gated: bool = False) -> Linear:
         return Linear(
             out_features,
             in_features,
@@ -168,6 +168,7 @@ def _allocate(
             device=device,
             kernels=kernels,
             row_invariant=row_invariant,
+            gated=gated,
         )
 
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -183,7 +184,7 @@ def _allocate(
                 qk_norms=(vector(config.head_dim), vector(config.head_dim)) if config.qk_norm else None,
                 output=projection(hidden, q_out, config.output_bias),
                 mlp_norm=vector(hidden),
-                gate_up=projection(2 * inner, hidden, config.mlp_bias),
+                gate_up=projection(2 * inner, hidden, config.mlp_bias, gated=True),
                 down=projection(hidden, inner, config.mlp_bias),
             )
             for _ in range(config.num_layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -12,8 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-from unittest.mock import MagicMock
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
 from common.engine.linear import Linear
 from common.engine.native import BLOCK, Kernels, pack, pack_pairs, unpacked_rows
-from common.engine.native.backend import GATE_ROWS, NativeBackend
+from common.engine.native.backend import NativeBackend
 from common.engine.ragged import Rows
 from common.engine.rope import Rope, RopeConfig
 from common.engine.runner import load_runner
@@ -595,25 +593,54 @@ def test_gates(kernels: Kernels, size: int) -> None:
     assert kernels.silu_mul(torch.tensor([[-1e38, 1.0]])).item() == pytest.approx(0.0, abs=1e-30)
 
 
+def gating(kernels: Kernels, out: int, features: int, dtype: torch.dtype, bias: bool) -> tuple[Linear, Linear]:
+    """The same random weights of gates and ups twice: gated, and plain."""
+    made = []
+    for gated in (True, False):
+        torch.manual_seed(out)
+        settings: dict[str, Any] = {"dtype": dtype, "device": CPU, "kernels": kernels, "row_invariant": True}
+        linear = Linear(2 * out, features, bias=bias, gated=gated, **settings)
+        linear.weight.copy_(torch.randn(2 * out, features) / features**0.5)
+        if linear.bias is not None:
+            linear.bias.copy_(torch.randn(2 * out))
+        linear.pack()
+        made.append(linear)
+    return made[0], made[1]
+
+
+GATED_ROWS = [1, 2, 3, 11, 16, 17, 32, 33, 70, 193, 300]
+GATED_SHAPES = [(8, 5), (72, 40), (300, 96), (48, 1500), (2000, 64)]
+"""Outputs and input features: less than a panel, a part of one, more than stay in the second cache, many units."""
+
+
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, GATE_ROWS, GATE_ROWS + 1, 2 * GATE_ROWS + 70])
-def test_gates_of_many_rows_are_held_in_parts(kernels: Kernels, rows: int, dtype: torch.dtype) -> None:
-    linear = Linear(2 * 72, 40, bias=True, dtype=dtype, device=CPU, kernels=kernels, row_invariant=True)
-    linear.weight, linear.bias = torch.randn(2 * 72, 40).to(dtype), torch.randn(2 * 72).to(dtype)
-    linear.pack()
-    watched = MagicMock(wraps=kernels)
-    h, delta, norm = torch.randn(rows, 40), torch.randn(rows, 40), torch.randn(40)
-    whole = kernels.silu_mul(linear(kernels.add_norm(h.clone(), delta, norm, 1e-5)))
+@pytest.mark.parametrize(("out", "features"), GATED_SHAPES)
+def test_gated_products(tiled: Kernels, out: int, features: int, dtype: torch.dtype, number: int) -> None:
+    torch.set_num_threads(number)
+    gated, plain = gating(tiled, out, features, dtype, bias=out % 100 != 0)
+    for rows in GATED_ROWS:
+        x = torch.randn(rows, features)
+        assert torch.equal(cast("torch.Tensor", gated.gate(x)), tiled.silu_mul(plain(x)))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize(("out", "features"), [*GATED_SHAPES, (40, 17000)])
+def test_gated_products_in_pairs(pairing: Kernels, out: int, features: int, number: int) -> None:
+    torch.set_num_threads(number)
+    gated, plain = gating(pairing, out, features, torch.bfloat16, bias=out % 100 != 0)
+    for rows in GATED_ROWS:
+        x = torch.randn(rows, features)
+        assert torch.equal(cast("torch.Tensor", gated.gate(x)), pairing.silu_mul(plain(x)))
+
+
+def test_a_layer_gates_what_has_been_normalised(kernels: Kernels) -> None:
+    gated, plain = gating(kernels, 72, 40, torch.float32, bias=True)
+    h, delta, norm = torch.randn(20, 40), torch.randn(20, 40), torch.randn(40)
+    expected = kernels.silu_mul(plain(kernels.add_norm(h.clone(), delta, norm, 1e-5)))
     h_after = h.clone()
-    assert torch.equal(NativeBackend(watched).norm_gate(h_after, delta, norm, 1e-5, linear), whole)
+    assert torch.equal(NativeBackend(kernels).norm_gate(h_after, delta, norm, 1e-5, gated), expected)
     assert torch.equal(h_after, h + delta)
-    held = [len(call.args[0]) for call in watched.silu_mul.call_args_list]
-    assert sum(held) == rows
-    assert max(held) <= GATE_ROWS
-
-
-def test_gates_are_held_for_as_many_rows_as_a_panel_is_multiplied_with() -> None:
-    assert re.findall(r"\bROWS = (\d+),", native._SOURCE.read_text()) == [str(GATE_ROWS)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 64, 100, 512, 543, 544, 1000, 2100])

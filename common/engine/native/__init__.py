@@ -26,7 +26,8 @@ from common.engine.host_memory import zeros_in_large_pages
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in ("crew.h", "pairs.h", "paired_attention.h")))
+_HEADERS = ("crew.h", "pairs.h", "gates.h", "paired_attention.h")
+_SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in _HEADERS))
 _FLAGS = (
     "-O2",
     "-march=native",
@@ -63,6 +64,7 @@ class Kernels:
         p, n, f, i = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
         of_type: dict[str, tuple[list[Any], Any]] = {
             "linear": ([p, n, n, p, p, p, n, i], i),
+            "gated": ([p, n, n, p, p, p, n, i], i),
             "decode": ([p, n, p, n, n, p, n, p, n, n, n, n, n, n, f, p, i], i),
             "prefill": ([p, n, p, n, n, p, n, n, n, n, n, n, n, f, p, i], i),
             "write": ([p, p, n, p, n, n, p, p, n, n, n, n, i], None),
@@ -73,7 +75,8 @@ class Kernels:
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         }
         self._in_pairs = {
-            name: _function(library, f"baton_{name}_pairs", *of_type[name]) for name in ("linear", "decode", "prefill")
+            name: _function(library, f"baton_{name}_pairs", *of_type[name])
+            for name in ("linear", "gated", "decode", "prefill")
         }
         instructions = _function(library, "baton_multiplies_pairs", [], i)()
         self.multiplies_pairs = instructions > 0
@@ -96,14 +99,26 @@ class Kernels:
         Products are exact and summed in float32, in an order that does not depend on the number of rows. Raises
         `MemoryError`.
         """
-        rows, in_features = x.shape
-        panels, pairs = -(-out_features // PANEL), packed.dim() == 4
+        return self._product("linear", x, packed, bias, out_features)
+
+    def gated(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    ) -> torch.Tensor:
+        """`silu(gate) * up` of the products of `linear`, `[T, in]` to `[T, out]`. The panels of `packed`, and the 16
+        numbers of the bias for each of them, are those of gates and of ups in turn; see `alternating`."""
+        return self._product("gated", x, packed, bias, out_features)
+
+    def _product(
+        self, name: str, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    ) -> torch.Tensor:
+        (rows, in_features), pairs = x.shape, packed.dim() == 4
+        panels = -(-out_features // PANEL) * (2 if name == "gated" else 1)
         shape = (panels, blocks_of(in_features) * BLOCK // 2, PANEL, 2) if pairs else (panels, in_features, PANEL)
         assert packed.shape == shape, (packed.shape, x.shape, out_features)
         assert packed.is_contiguous()
-        assert bias is None or bias.shape == (out_features,)
+        assert bias is None or bias.shape == (out_features if name == "linear" else panels * PANEL,)
         out = torch.empty(rows, out_features)
-        multiply = self._in_pairs["linear"] if pairs else self._of_type["linear", packed.dtype]
+        multiply = self._in_pairs[name] if pairs else self._of_type[name, packed.dtype]
         failed = multiply(
             _floats(x), rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads()
         )
@@ -255,11 +270,10 @@ class Kernels:
             _threads(),
         )
 
-    def silu_mul(self, gate_up_TF: torch.Tensor, out_TF: torch.Tensor | None = None) -> torch.Tensor:
-        """`silu(gate) * up`, in `out_TF` if given. The first half of a row holds the gates, the second half the ups."""
+    def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up`. The first half of a row holds the gates, the second half the ups."""
         num_rows, size = gate_up_TF.shape
-        out_TF = torch.empty(num_rows, size // 2) if out_TF is None else out_TF
-        assert out_TF.shape == (num_rows, size // 2)
+        out_TF = torch.empty(num_rows, size // 2)
         self._silu_mul(_floats(gate_up_TF), num_rows, size // 2, _floats(out_TF), _threads())
         return out_TF
 
@@ -368,6 +382,14 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         else:
             panels.copy_(rows.view(-1, PANEL, in_features).transpose(1, 2))
     return packed
+
+
+def alternating(gate_up: torch.Tensor) -> torch.Tensor:
+    """Weights or biases of gates, then as many of ups, padded with zeros to whole panels: panels in turn."""
+    gates_and_ups = gate_up.view(2, -1, *gate_up.shape[1:])
+    rest = -gates_and_ups.shape[1] % PANEL
+    padded = torch.nn.functional.pad(gates_and_ups, (0, 0) * (gate_up.dim() - 1) + (0, rest))
+    return padded.view(2, -1, PANEL, *gate_up.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def blocks_of(in_features: int) -> int:

@@ -12,11 +12,6 @@ from common.engine.native import Kernels
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
 
-GATE_ROWS = 192
-"""Most rows whose gates and ups are held at a time: as many as the kernels multiply with a panel of weights before the
-next one (ROWS in `kernels.c`), so that the weights are read no more often. With AMX it is 256 (TILES_ROWS), and
-a prompt of 512 tokens reads them three times instead of two."""
-
 
 class NativeBackend(PlainProducts):
     """Everything between the cache and the weights is float32. Wants head dimensions that `native.serves`."""
@@ -35,14 +30,10 @@ class NativeBackend(PlainProducts):
         eps: float,
         linear: Linear,
     ) -> torch.Tensor:
-        """See `Backend.norm_gate`. The gates and ups of many rows would be the largest activations by far: more than
-        the caches hold, and in memory that the C library asks the system for, and gives back, in each layer."""
+        """See `Backend.norm_gate`."""
         x_TE = self.add_norm(h_TE, delta_TE, norm_E, eps)
-        out_TF = torch.empty(len(x_TE), linear.out_features // 2)
-        for first in range(0, len(x_TE), GATE_ROWS):
-            rows = slice(first, first + GATE_ROWS)
-            self._kernels.silu_mul(linear(x_TE[rows]), out_TF[rows])
-        return out_TF
+        gated_TF = linear.gate(x_TE)
+        return self.silu_mul(linear(x_TE)) if gated_TF is None else gated_TF
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """See `Backend.angles`."""

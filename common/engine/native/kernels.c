@@ -449,6 +449,8 @@ INLINE lane lanes(const float *p) {
     return x;
 }
 
+#include "gates.h"
+
 /* Properties of the cache that all tokens of a step and layer have in common. */
 struct cache {
     const char *layer;     /* the layer's part of the first head of block 0: [2, block_size, head_dim] */

@@ -50,6 +50,13 @@ static int round_rows(void *job, long unit) {
     return 0;
 }
 
+/* Round M rows of K numbers, in memory of this thread; NULL if there is not enough. */
+static const char *rounded_rows(const float *x, long M, long K, int threads) {
+    struct rounding a = {x, M, K, (char *)grown(&rounded, M * blocks_of(K) * SIDE)};
+    if (a.to) share(M, M > MANY ? threads : 1, round_rows, &a);
+    return a.to;
+}
+
 /* --- tiles of AMX ------------------------------------------------------------------------------------------------- */
 
 #ifdef EMULATED_TILES
@@ -293,18 +300,17 @@ int baton_multiplies_pairs(void) {
 int baton_linear_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,
                        int threads) {
     const long blocks = blocks_of(K);
-    struct rounding a = {x, M, K, (char *)grown(&rounded, M * blocks * SIDE)};
-    if (!a.to) return 1;
-    share(M, M > MANY ? threads : 1, round_rows, &a);
+    const char *rows = rounded_rows(x, M, K, threads);
+    if (!rows) return 1;
 #ifdef TILES
     if (with_tiles) {
-        struct tiled product = {.x = a.to, .M = M, .blocks = blocks, .w = w, .panel_bytes = blocks * TILE_BYTES,
+        struct tiled product = {.x = rows, .M = M, .blocks = blocks, .w = w, .panel_bytes = blocks * TILE_BYTES,
                                 .panels = (N + SIDE - 1) / SIDE, .fresh = 1, .cold = 1, .bias = bias, .out = out,
                                 .N = N};
         return multiply_tiles(&product, threads);
     }
 #endif
-    return baton_linear_words((const float *)a.to, M, blocks * SIDE, w, bias, out, N, threads);
+    return baton_linear_words((const float *)rows, M, blocks * SIDE, w, bias, out, N, threads);
 }
 
 /* The same by one thread, for attention: M rows of x, `stride` apart, with `panels` panels, `panel_bytes` apart, to

@@ -1,0 +1,128 @@
+/* Gated products: out `[M, F]` = silu(x times the gates) * (x times the ups). Included by `kernels.c`.
+
+   Panels of gates and of ups alternate. A thread takes some of them, holds their sums in its caches, and writes only the
+   gated numbers: the sums of many rows would be the largest activations by far. */
+
+enum { SUMS = 1 << 15 }; /* numbers of the sums that a thread holds */
+
+static __thread struct room gated;
+
+/* How many adjacent panels a thread takes at a time: a multiple of two, so that no gate is without its up. */
+static long gated_run(long panels, long rows, long panel_bytes, int threads) {
+    const long held = SUMS / (rows * PANEL) / GROUP * GROUP, most = held < GROUP ? GROUP : held;
+    const long run = rows > MANY ? most : run_of(panels, panel_bytes, threads);
+    return run < most ? run : most;
+}
+
+/* Gate the sums `[rows][panels][16]` of the panels from `first` on, to rows of F numbers. */
+INLINE void gate_sums(const float *sums, long rows, long panels, long first, float *out, long F) {
+    for (long r = 0; r < rows; r++, out += F)
+        for (long p = 0; p < panels; p += 2, sums += 2 * PANEL) {
+            const long at = (first + p) / 2 * PANEL, num = F - at;
+            lane gates[LANES];
+            UNROLL for (int i = 0; i < LANES; i++)
+                gates[i] = silu_of_lanes(lanes(sums + i * LANE)) * lanes(sums + PANEL + i * LANE);
+            if (num >= PANEL) memcpy(out + at, gates, PANEL * sizeof(float));
+            else memcpy(out + at, gates, num * sizeof(float));
+        }
+}
+
+/* The packed weights have alternating panels of gates and of ups, as `bias` has 16 numbers for each of them, unless it
+   is NULL. Returns 0, or 1 if there is not enough memory. Rows are packed as in `LINEAR`, `num` input features of each
+   at a time. */
+#define GATES(NAME, PANELS_NAME, TYPE)                                                                                 \
+    static int NAME##_panels(void *job, long unit) {                                                                   \
+        const struct linear *a = job;                                                                                  \
+        const long row_bytes = PANEL * size_of(TYPE), panel_bytes = a->K * row_bytes, first = unit * a->run;           \
+        const long panels = a->panels - first < a->run ? a->panels - first : a->run, width = panels * PANEL;           \
+        float *sums = grown(&gated, a->rows * width);                                                                  \
+        if (!sums) return 1;                                                                                           \
+        for (long k = 0; k < a->K; k += a->num) {                                                                      \
+            const long left = a->K - k, num = left < a->num ? left : a->num;                                           \
+            const float *bias = num == left && a->bias ? a->bias + first * PANEL : NULL;                               \
+            PANELS_NAME(a->packed + a->rows * k, a->rows, num, a->w + first * panel_bytes + k * row_bytes, row_bytes,  \
+                        panel_bytes, panels, NULL, k == 0, bias, sums, width, 0);                                      \
+        }                                                                                                              \
+        gate_sums(sums, a->rows, panels, first, a->out + a->m * a->N, a->N);                                           \
+        return 0;                                                                                                      \
+    }                                                                                                                  \
+    int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long F, int threads) {      \
+        const long height = M < ROWS ? M : ROWS, most = PANEL_BYTES / PANEL / size_of(TYPE);                           \
+        const long depth = M == 1 ? K : height * K > ROWS * DEPTH ? DEPTH : K < most ? K : most;                       \
+        struct linear a = {.x = x, .M = M, .K = K, .w = w, .bias = bias, .out = out, .N = F};                          \
+        float *packed = M == 1 ? (float *)x : room_for(height * K);                                                    \
+        if (!packed) return 1;                                                                                         \
+        a.panels = 2 * ((F + PANEL - 1) / PANEL);                                                                      \
+        a.run = gated_run(a.panels, height, K * PANEL * size_of(TYPE), threads);                                       \
+        for (; a.m < M; a.m += height) {                                                                               \
+            a.rows = M - a.m < height ? M - a.m : height;                                                              \
+            for (a.k = 0; a.k < K && M > 1; a.k += depth) {                                                            \
+                a.num = K - a.k < depth ? K - a.k : depth;                                                             \
+                a.packed = packed + a.rows * a.k;                                                                      \
+                share(tiles_of(a.rows), M > MANY ? threads : 1, pack_rows, &a);                                        \
+            }                                                                                                          \
+            a.packed = packed;                                                                                         \
+            a.num = depth;                                                                                             \
+            if (share((a.panels + a.run - 1) / a.run, threads, NAME##_panels, &a)) return 1;                           \
+        }                                                                                                              \
+        return 0;                                                                                                      \
+    }
+
+GATES(baton_gated_float32, panels_float32, F32)
+GATES(baton_gated_bfloat16, panels_bfloat16, BF16)
+GATES(baton_gated_float16, panels_float16, F16)
+GATES(gated_words, panels_pairs, PAIRS)
+
+#ifdef TILES
+
+static int tiled_gates(void *job, long unit) {
+    const struct tiled *a = job;
+    const long first = unit * a->run, panels = a->panels - first < a->run ? a->panels - first : a->run;
+    float *sums = grown(&gated, a->rows * panels * PANEL);
+    if (!sums) return 1;
+    struct tiled part = *a;
+    part.w += first * a->panel_bytes;
+    part.bias = a->bias ? a->bias + first * PANEL : NULL;
+    part.panels = part.run = panels;
+    part.out = sums;
+    part.N = panels * PANEL;
+    part.m = 0;
+    tiled_panels(&part, 0);
+    gate_sums(sums, a->rows, panels, first, a->out + a->m * a->N, a->N);
+    return 0;
+}
+
+/* As `multiply_tiles`, but a sum is computed at once, so that fewer rows with many features are packed at a time. */
+static int gate_tiles(struct tiled *a, int threads) {
+    const long fitting = TILES_ROWS * TILES_DEPTH / a->blocks / SIDE * SIDE, most = fitting < MANY ? MANY : fitting;
+    const long least = most < TILES_ROWS ? most : TILES_ROWS, height = a->M < least ? a->M : least;
+    a->packed = a->M > SIDE ? (char *)room_for(row_tiles_of(height) * a->blocks * TILE_BYTES / 4) : NULL;
+    if (a->M > SIDE && !a->packed) return 1;
+    a->run = gated_run(a->panels, height, a->blocks * TILE_BYTES, threads);
+    a->num = a->blocks;
+    for (; a->m < a->M; a->m += height) {
+        a->rows = a->M - a->m < height ? a->M - a->m : height;
+        if (a->packed) share(row_tiles_of(a->rows), a->rows > MANY ? threads : 1, pack_row_tile, a);
+        if (share((a->panels + a->run - 1) / a->run, threads, tiled_gates, a)) return 1;
+    }
+    return 0;
+}
+
+#endif
+
+/* The same with x rounded to bf16, and weights in pairs. */
+int baton_gated_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long F,
+                      int threads) {
+    const long blocks = blocks_of(K);
+    const char *rows = rounded_rows(x, M, K, threads);
+    if (!rows) return 1;
+#ifdef TILES
+    if (with_tiles) {
+        struct tiled product = {.x = rows, .M = M, .blocks = blocks, .w = w, .panel_bytes = blocks * TILE_BYTES,
+                                .panels = 2 * ((F + SIDE - 1) / SIDE), .fresh = 1, .cold = 1, .bias = bias,
+                                .out = out, .N = F};
+        return gate_tiles(&product, threads);
+    }
+#endif
+    return gated_words((const float *)rows, M, blocks * SIDE, w, bias, out, F, threads);
+}
