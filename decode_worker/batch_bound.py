@@ -26,7 +26,7 @@ class BatchBound:
         self._times = None if policy.step_target_s is None else times
         self._step_s = _SHARE * (policy.step_target_s or math.inf)
         self._mean_tokens = 0
-        """Of the sequences for which it was last decided."""
+        """The mean length of the sequences for which the bound was last decided."""
         self.update(())
 
     @property

@@ -96,8 +96,7 @@ static int tiled_gates(void *job, long unit) {
 static int gate_tiles(struct tiled *a, int threads) {
     const long fitting = TILES_ROWS * TILES_DEPTH / a->blocks / SIDE * SIDE, most = fitting < MANY ? MANY : fitting;
     const long least = most < TILES_ROWS ? most : TILES_ROWS, height = a->M < least ? a->M : least;
-    a->packed = a->M > SIDE ? (char *)room_for(row_tiles_of(height) * a->blocks * TILE_BYTES / 4) : NULL;
-    if (a->M > SIDE && !a->packed) return 1;
+    if (hold_rows(a, height, a->blocks)) return 1;
     a->run = gated_run(a->panels, height, a->blocks * TILE_BYTES, threads);
     a->num = a->blocks;
     for (; a->m < a->M; a->m += height) {
@@ -114,15 +113,14 @@ static int gate_tiles(struct tiled *a, int threads) {
 int baton_gated_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long F,
                       int threads) {
     const long blocks = blocks_of(K);
-    const char *rows = rounded_rows(x, M, K, threads);
-    if (!rows) return 1;
 #ifdef TILES
     if (with_tiles) {
-        struct tiled product = {.x = rows, .M = M, .blocks = blocks, .w = w, .panel_bytes = blocks * TILE_BYTES,
-                                .panels = 2 * ((F + SIDE - 1) / SIDE), .fresh = 1, .cold = 1, .bias = bias,
-                                .out = out, .N = F};
+        struct tiled product = {.x = x, .M = M, .K = K, .stride = K, .blocks = blocks, .w = w,
+                                .panel_bytes = blocks * TILE_BYTES, .panels = 2 * ((F + SIDE - 1) / SIDE), .fresh = 1,
+                                .cold = 1, .bias = bias, .out = out, .N = F};
         return gate_tiles(&product, threads);
     }
 #endif
-    return gated_words((const float *)rows, M, blocks * SIDE, w, bias, out, F, threads);
+    const char *rows = rounded_rows(x, M, K, K, threads);
+    return rows ? gated_words((const float *)rows, M, blocks * SIDE, w, bias, out, F, threads) : 1;
 }

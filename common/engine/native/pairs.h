@@ -39,21 +39,21 @@ INLINE void round_row(const float *x, long n, char *to) {
 
 struct rounding {
     const float *x;
-    long M, K;
+    long stride, K;
     char *to;
 };
 
-/* Round a row; the rows follow each other. */
-static int round_rows(void *job, long unit) {
+static int round_one(void *job, long unit) {
     const struct rounding *a = job;
-    round_row(a->x + unit * a->K, a->K, a->to + unit * blocks_of(a->K) * 2 * BLOCK);
+    round_row(a->x + unit * a->stride, a->K, a->to + unit * blocks_of(a->K) * 2 * BLOCK);
     return 0;
 }
 
-/* Round M rows of K numbers, in memory of this thread; NULL if there is not enough. */
-static const char *rounded_rows(const float *x, long M, long K, int threads) {
-    struct rounding a = {x, M, K, (char *)grown(&rounded, M * blocks_of(K) * SIDE)};
-    if (a.to) share(M, M > MANY ? threads : 1, round_rows, &a);
+/* Round M rows of K numbers, `stride` apart, in memory of this thread, where they follow each other; NULL if there is
+   not enough. */
+static const char *rounded_rows(const float *x, long M, long stride, long K, int threads) {
+    struct rounding a = {x, stride, K, (char *)grown(&rounded, M * blocks_of(K) * SIDE)};
+    if (a.to) share(M, M > MANY ? threads : 1, round_one, &a);
     return a.to;
 }
 
@@ -83,8 +83,9 @@ static const char *rounded_rows(const float *x, long M, long K, int threads) {
 /* A product, or the part of it that is computed at a time: `rows` rows of x from `m` on, and `num` blocks of the input
    features from `k` on. A unit of packing is a tile of rows, and one of multiplying is `run` panels. */
 struct tiled {
-    const char *x; /* rounded */
-    long M, blocks;
+    const float *x; /* M rows of K numbers, `stride` apart */
+    long M, K, stride, blocks;
+    const char *few; /* up to a tile of rows, rounded */
     const char *w;
     long panel_bytes, panels; /* from a panel to the next one, and their number */
     int fresh, cold;          /* whether the products are not added to the outputs; whether panels come from memory */
@@ -97,16 +98,19 @@ struct tiled {
 
 INLINE long row_tiles_of(long rows) { return (rows + SIDE - 1) / SIDE; }
 
+/* Round and pack a tile of rows. */
 static int pack_row_tile(void *job, long unit) {
     const struct tiled *a = job;
-    const long row_bytes = a->blocks * 2 * BLOCK;
-    for (long r = 0; r < SIDE; r++) {
-        const char *from = a->x + (a->m + unit * SIDE + r) * row_bytes + a->k * 2 * BLOCK;
-        char *to = a->packed + unit * a->num * TILE_BYTES + r * 2 * BLOCK;
-        for (long b = 0; b < a->num; b++) {
-            if (unit * SIDE + r < a->rows) memcpy(to + b * TILE_BYTES, from + b * 2 * BLOCK, 2 * BLOCK);
-            else memset(to + b * TILE_BYTES, 0, 2 * BLOCK);
+    const long first = unit * SIDE, rows = a->rows - first < SIDE ? a->rows - first : SIDE;
+    char *to = a->packed + unit * a->num * TILE_BYTES;
+    for (long b = 0; b < a->num; b++, to += TILE_BYTES) {
+        const long at = (a->k + b) * BLOCK, num = a->K - at < BLOCK ? a->K - at : BLOCK;
+        const float *from = a->x + (a->m + first) * a->stride + at;
+        for (long r = 0; r < rows; r++) {
+            if (num == BLOCK) round_row(from + r * a->stride, BLOCK, to + r * 2 * BLOCK);
+            else round_row(from + r * a->stride, num, to + r * 2 * BLOCK);
         }
+        memset(to + rows * 2 * BLOCK, 0, (SIDE - rows) * 2 * BLOCK);
     }
     return 0;
 }
@@ -212,7 +216,7 @@ INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long 
                 room[i][r * SIDE + n] = a->out[(a->m + row + r) * a->N + panel * SIDE + n];
     }
     struct row_tile x = {a->packed + t * a->num * TILE_BYTES, TILE_BYTES, 4 * SIDE};
-    if (!a->packed) x = (struct row_tile){a->x + a->k * 2 * BLOCK, 2 * BLOCK, a->blocks * 2 * BLOCK};
+    if (!a->packed) x = (struct row_tile){a->few + a->k * 2 * BLOCK, 2 * BLOCK, a->blocks * 2 * BLOCK};
     const long further = a->cold && !t ? panels * a->panel_bytes : 0;
     if (two) two_tiles(x, x.at + a->num * TILE_BYTES, w, a->num, further, fresh, &sums);
     else if (panels == 2) one_tile(2, x, w, a->num, further, fresh, &sums);
@@ -256,13 +260,19 @@ static int tiled_panels(void *job, long unit) {
     return 0;
 }
 
-/* Compute a product; the members up to N are given. Up to a tile of rows is read as it is; more rows are packed.
-   Returns 0, or 1 if there is not enough memory. */
+/* Make room for packing `height` rows of `depth` blocks; up to a tile of rows is rounded at once. Returns 0, or 1 if
+   there is not enough memory. */
+static int hold_rows(struct tiled *a, long height, long depth) {
+    if (a->M > SIDE) return !(a->packed = (char *)room_for(row_tiles_of(height) * depth * TILE_BYTES / 4));
+    a->packed = NULL;
+    return !(a->few = rounded_rows(a->x, a->M, a->stride, a->K, 1));
+}
+
+/* Compute a product; the members up to N are given, but for `few`. Returns 0, or 1 if there is not enough memory. */
 static int multiply_tiles(struct tiled *a, int threads) {
     const long height = a->M < TILES_ROWS ? a->M : TILES_ROWS;
     const long depth = height * a->blocks > TILES_ROWS * TILES_DEPTH ? TILES_DEPTH : a->blocks;
-    a->packed = a->M > SIDE ? (char *)room_for(row_tiles_of(height) * depth * TILE_BYTES / 4) : NULL;
-    if (a->M > SIDE && !a->packed) return 1;
+    if (hold_rows(a, height, depth)) return 1;
     a->run = a->M > MANY ? 2 : run_of(a->panels, a->blocks * TILE_BYTES, threads);
     for (a->m = 0; a->m < a->M; a->m += height)
         for (a->k = 0; a->k < a->blocks; a->k += depth) {
@@ -300,17 +310,16 @@ int baton_multiplies_pairs(void) {
 int baton_linear_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,
                        int threads) {
     const long blocks = blocks_of(K);
-    const char *rows = rounded_rows(x, M, K, threads);
-    if (!rows) return 1;
 #ifdef TILES
     if (with_tiles) {
-        struct tiled product = {.x = rows, .M = M, .blocks = blocks, .w = w, .panel_bytes = blocks * TILE_BYTES,
-                                .panels = (N + SIDE - 1) / SIDE, .fresh = 1, .cold = 1, .bias = bias, .out = out,
-                                .N = N};
+        struct tiled product = {.x = x, .M = M, .K = K, .stride = K, .blocks = blocks, .w = w,
+                                .panel_bytes = blocks * TILE_BYTES, .panels = (N + SIDE - 1) / SIDE, .fresh = 1,
+                                .cold = 1, .bias = bias, .out = out, .N = N};
         return multiply_tiles(&product, threads);
     }
 #endif
-    return baton_linear_words((const float *)rows, M, blocks * SIDE, w, bias, out, N, threads);
+    const char *rows = rounded_rows(x, M, K, K, threads);
+    return rows ? baton_linear_words((const float *)rows, M, blocks * SIDE, w, bias, out, N, threads) : 1;
 }
 
 /* The same by one thread, for attention: M rows of x, `stride` apart, with `panels` panels, `panel_bytes` apart, to
@@ -319,20 +328,18 @@ int baton_linear_pairs(const float *x, long M, long K, const char *w, const floa
 static int pairs_product(const float *x, long M, long stride, long K, const char *w, long panel_bytes, long panels,
                          const struct ahead *next, int fresh, float *out, long width) {
     const long blocks = blocks_of(K), words = blocks * SIDE;
-    char *rows = (char *)grown(&rounded, M * words);
-    if (!rows) return 1;
-    for (long r = 0; r < M; r++) round_row(x + r * stride, K, rows + r * 4 * words);
 #ifdef TILES
     if (with_tiles) {
         for (long at = 0; next && at < panels * panel_bytes / 64 * next->pace / STREAMS; at += 64)
             UNROLL for (int i = 0; i < STREAMS; i++) __builtin_prefetch(next->at[i] + at, 0, 2);
-        struct tiled product = {.x = rows, .M = M, .blocks = blocks, .w = w, .panel_bytes = panel_bytes,
-                                .panels = panels, .fresh = fresh, .out = out, .N = width};
+        struct tiled product = {.x = x, .M = M, .K = K, .stride = stride, .blocks = blocks, .w = w,
+                                .panel_bytes = panel_bytes, .panels = panels, .fresh = fresh, .out = out, .N = width};
         return multiply_tiles(&product, 1);
     }
 #endif
+    const char *rows = rounded_rows(x, M, stride, K, 1);
     float *packed = room_for(M * words);
-    if (!packed) return 1;
+    if (!rows || !packed) return 1;
     for (long t = 0; t < tiles_of(M); t++) pack_tile((const float *)rows, M, t, words, words, packed);
     panels_pairs(packed, M, words, w, 4 * SIDE, panel_bytes, panels, next, fresh, NULL, out, width, 0);
     return 0;
