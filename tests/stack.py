@@ -45,6 +45,8 @@ MODEL = "tiny"
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 4
 """Of the tiny llama: layers, keys and values, heads, slots, head size, float32."""
+FEW = tuple((token, 100.0) for token in (40, 50, 60))
+"""Tokens besides which none is sampled: every three of them have occurred, and what follows them is seldom the same."""
 _ZERO_AT_REST = (
     "blocks_used",
     "blocks_limbo",
@@ -424,3 +426,9 @@ async def answer(dispatcher: Dispatcher, work: Generation) -> Answer:
         result.reasons[delta.choice] = delta.finish_reason
         result.deltas.append(delta)
     return result
+
+
+def logprobs_of(each: Answer) -> list[float]:
+    """The log probabilities of an answer's first choice: of each token, and of the most likely ones."""
+    reports = [report for delta in each.deltas for report in delta.logprobs or () if delta.choice == 0]
+    return [value for report in reports for value in (report.logprob, *(value for _, value in report.top))]

@@ -13,15 +13,13 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
-from stack import BLOCK_BYTES, Answer, Workers, answer, generation, prompt, until
+from stack import BLOCK_BYTES, FEW, Process, Workers, answer, generation, logprobs_of, prompt, until
 
 from common.contract.errors import Cause
 from gateway.serving.generation import Generation, GenerationFailed
 from gateway.serving.waterfall import Waterfall
 
 Pool = Callable[..., Workers]
-FEW = tuple((token, 100.0) for token in (40, 50, 60))
-"""Tokens besides which none is sampled: every three of them have occurred, and what follows them is seldom the same."""
 
 
 def works(stop_token: int) -> list[Generation]:
@@ -42,12 +40,6 @@ def works(stop_token: int) -> list[Generation]:
         for index, kind in enumerate(kinds)
         for num in (1, 2, 60)
     ]
-
-
-def logprobs_of(each: Answer) -> list[float]:
-    """Of its first choice: of each token, and of the most likely ones."""
-    reports = [report for delta in each.deltas for report in delta.logprobs or () if delta.choice == 0]
-    return [value for report in reports for value in (report.logprob, *(value for _, value in report.top))]
 
 
 @pytest.mark.parametrize("ahead", ["on", "off"])
@@ -170,9 +162,10 @@ async def test_predictions_change_nothing_but_the_number_of_steps(main_pool: Wor
         assert caught.value.cause is Cause.INVALID
 
 
+@pytest.mark.parametrize("proposer", ["lookup", "draft"])
 @pytest.mark.parametrize("fault", ["drain", "kill"])
 async def test_drafts_change_nothing_where_a_worker_goes_away(
-    main_pool: Workers, checkpoint: Callable[[str], Path], fault: str
+    main_pool: Workers, checkpoint: Callable[[str], Path], fault: str, proposer: str
 ) -> None:
     """Its sequences move to another worker, or are computed again there; both draft."""
     kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "logit_bias": FEW}, {"presence_penalty": 0.2}]
@@ -182,25 +175,29 @@ async def test_drafts_change_nothing_where_a_worker_goes_away(
     ]
     async with main_pool.dispatcher() as dispatcher:
         expected = await asyncio.gather(*(answer(dispatcher, work) for work in asked))
-    drafts = ("--speculation", "lookup", "--draft-tokens", "4")
+    drafts = ("--speculation", proposer, "--draft-tokens", "4")
+    drafts += ("--draft-model", str(checkpoint("llama"))) if proposer == "draft" else ()
     workers = Workers.start(checkpoint("llama"), decode=2, options=("--checksums",), decode_options=drafts)
-    leaving = workers.decode[0]
+    leaving, staying = workers.decode
+
+    def num_right(worker: Process) -> float:
+        return worker.metric("baton_draft_tokens_accepted_total", proposer=proposer)
+
     try:
         async with workers.dispatcher(timeout_s=3.0) as dispatcher:
             answers = [asyncio.create_task(answer(dispatcher, work)) for work in asked]
-            await until(
-                lambda: leaving.metric("vllm:spec_decode_num_accepted_tokens_total") > 20,
-                "it drafts nothing that is right",
-            )
+            await until(lambda: num_right(leaving) > 20, "it drafts nothing that is right")
             if fault == "kill":
                 leaving.kill()
             else:
                 assert dispatcher.links.tell(leaving.facts["control"], drain=True)
+            before = num_right(staying)
             got = await asyncio.gather(*answers)
             moves = dict(dispatcher.recovery.moves)
         assert [(each.tokens, each.reasons) for each in got] == [(each.tokens, each.reasons) for each in expected]
         if fault == "drain":
             assert moves["moved"] > 0
+        assert num_right(staying) > before + 20, "nothing is drafted of those that came"
         workers.wait_for_baseline()
     finally:
         workers.signal()
