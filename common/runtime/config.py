@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from ipaddress import IPv4Address, IPv4Network
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_settings import BaseSettings, NoDecode
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings
 
-from common.contract.messages.fields import ADDRESS_PATTERN
 from common.contract.messages.session import Profile
 from common.contract.tiers import Target, Tier
 from common.runtime.checkpoint import DEMO_MODEL
 from common.runtime.clock import Pulse
 from common.runtime.logs import LogFormat
 from common.runtime.options import load_options, with_prefix
+from common.runtime.setting_types import (
+    HostNames,
+    IPv4,
+    LogLevel,
+    ModelNames,
+    Networks,
+    Origins,
+    Port,
+    WorkerAddresses,
+    address,
+)
 
 ENV_PREFIX = "BATON_"
 _OTHER_PREFIXES = ("BATON_BENCH_", "BATON_KV_SIZE_")
@@ -30,7 +39,6 @@ MAX_DRAFT_TOKENS = 15
 _LEAST_RIDING_TOKENS = 16
 """Prompt tokens for which any token budget must have room beside a full batch."""
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-_ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 DeviceType = Literal["cpu", "cuda"]
 DEFAULTS_BY_DEVICE: Mapping[DeviceType, Mapping[str, int]] = {
@@ -41,57 +49,6 @@ DEFAULTS_BY_DEVICE: Mapping[DeviceType, Mapping[str, int]] = {
 slots, and pieces of 16 are too short for the prefetchers of a CPU where heads are small."""
 DEFAULT_MAX_REGISTRATIONS = 32
 """Most registrations of the KV cache with NIXL at once."""
-
-Port = Annotated[int, Field(ge=0, le=65535)]
-LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-def _address(text: str) -> str:
-    if re.match(ADDRESS_PATTERN, text) is None or not 0 < int(text.rpartition(":")[2]) <= 65535:
-        raise ValueError(f"{text!r} is not host:port")
-    return text
-
-
-def _split(value: object) -> object:
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-def _ipv4(text: str) -> str:
-    try:
-        return str(IPv4Address(text))
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not an IPv4 address") from error
-
-
-def _network(text: object) -> object:
-    try:
-        return IPv4Network(text) if isinstance(text, str) else text
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not an IPv4 network, as in 10.0.0.0/8: {error}") from error
-
-
-def _origin(text: str) -> str:
-    if text != "*" and _ORIGIN.fullmatch(text) is None:
-        raise ValueError(
-            f"{text!r} is no origin as browsers write it: https://host, with a :port that is not the default"
-        )
-    return text
-
-
-Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(_split)]
-"""Origins of web pages, as a tuple or separated by commas."""
-HostNames = Annotated[
-    tuple[Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9._-]{1,253})$")], ...], NoDecode, BeforeValidator(_split)
-]
-"""Names of hosts, as a tuple or separated by commas."""
-ModelNames = Annotated[
-    tuple[Annotated[str, Field(max_length=256, pattern=r"^[!-~]+$")], ...], NoDecode, BeforeValidator(_split)
-]
-"""Names of a model, as a tuple or separated by commas."""
-WorkerAddresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], NoDecode, BeforeValidator(_split)]
-"""`host:port` of several workers, as a tuple or separated by commas."""
-Networks = Annotated[tuple[Annotated[IPv4Network, BeforeValidator(_network)], ...], NoDecode, BeforeValidator(_split)]
-"""IPv4 networks, as a tuple or separated by commas."""
 
 
 class ProcessSettings(BaseSettings):
@@ -164,9 +121,7 @@ class TokenTierSettings(TierSettings):
 class WorkerSettings(TierSettings):
     """What both worker roles have."""
 
-    host: Annotated[str, AfterValidator(_ipv4)] = Field(
-        "127.0.0.1", description="IPv4 address to bind; peers and gateways reach the worker here"
-    )
+    host: IPv4 = Field("127.0.0.1", description="IPv4 address to bind; peers and gateways reach the worker here")
     control_port: Port = Field(0, description="control port (0: any free one)")
     http_port: Port = Field(0, description="port of /health, /ready and /metrics (0: any free one)")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
@@ -445,7 +400,7 @@ class GatewaySettings(TokenTierSettings):
             raise ValueError("decode_service must be named; without prefill_service decode workers compute prompts too")
         for service in services:
             if self.discovery == "dns":
-                _address(service)
+                address(service)
             elif _SERVICE_NAME.fullmatch(service) is None:
                 raise ValueError(f"{service!r} is not the name of a Service")
         return self

@@ -175,8 +175,8 @@ async def test_drafts_change_nothing_where_a_worker_goes_away(
     ]
     async with main_pool.dispatcher() as dispatcher:
         expected = await asyncio.gather(*(answer(dispatcher, work) for work in asked))
-    drafts = ("--speculation", proposer, "--draft-tokens", "4")
-    drafts += ("--draft-model", str(checkpoint("llama"))) if proposer == "draft" else ()
+    drafts = ["--speculation", proposer, "--draft-tokens", "4"]
+    drafts += ["--draft-model", str(checkpoint("llama"))] if proposer == "draft" else []
     workers = Workers.start(checkpoint("llama"), decode=2, options=("--checksums",), decode_options=drafts)
     leaving, staying = workers.decode
 
