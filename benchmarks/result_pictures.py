@@ -73,6 +73,25 @@ def goodput_picture(run: Run, axis: Any) -> None:
     axis.set_title(f"{workload['model']}, {workload['dtype']}, {workload['workload']} lengths, 2 cores")
 
 
+def profiles_picture(run: Run, axis: Any) -> None:
+    """Goodput of two profiles over that of one packed pool, over the rate; a line for each text and mix."""
+    figures = run["figures"]
+    texts = list(dict.fromkeys(each["text"] for each in figures["ratios"]))
+    for text, mix in dict.fromkeys((each["text"], each["mix"]) for each in figures["ratios"]):
+        of = [each for each in figures["ratios"] if (each["text"], each["mix"]) == (text, mix)]
+        both = [each for each in of if each["tier"] == "interactive and standard" and each["goodput"]["ratio"]]
+        axis.plot(
+            [each["rate"] for each in both],
+            [each["goodput"]["ratio"] for each in both],
+            marker=".",
+            linestyle=("-", "--")[texts.index(text)],
+            label=f"{text}, {mix:.0%} interactive",
+        )
+    axis.axhline(1, color="grey", linestyle=":")
+    axis.set(xlabel="requests/s", ylabel="goodput, two profiles / one packed pool")
+    axis.set_title(f"{run['workload']['model']}, {run['workload']['dtype']}, 2 cores")
+
+
 def steady_picture(run: Run, axis: Any) -> None:
     """Memory of each process over the number of requests."""
     for name, values in run["figures"]["resident_mib"].items():
@@ -95,6 +114,7 @@ PICTURE_OF: dict[str, Callable[[Run, Any], None]] = {
     "versus-0.5b-bfloat16-fixed": versus_picture,
     "goodput-15m-float32-fixed": goodput_picture,
     "goodput-15m-float32-sharegpt": goodput_picture,
+    "profiles-15m-float32": profiles_picture,
     "steady": steady_picture,
     "autoscale": autoscale_picture,
 }

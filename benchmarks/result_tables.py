@@ -110,6 +110,27 @@ speculation = Table(
 )
 
 
+def _profile_rows(figures: Figures) -> Iterator[Row]:
+    """One row for the tiers of each text, mix and rate."""
+    by_tier: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for each in figures["ratios"]:
+        by_tier.setdefault((each["text"], each["mix"], each["rate"]), {})[each["tier"]] = each["goodput"]
+    for (text, mix, rate), tiers in by_tier.items():
+        both = tiers["interactive and standard"]
+        ratio = "-" if both["ratio"] is None else "**{ratio:.2f}** ({ratio_min:.2f} to {ratio_max:.2f})".format(**both)
+        yield {"text": text, "mix": 100 * mix, "rate": rate, "both": both, "ratio": ratio, **tiers}
+
+
+profiles = Table(
+    """
+| text | interactive, % | requests/s | good requests/s | ratio | good interactive/s | good standard/s |
+| {text} | {mix:.0f} | {rate:g} | {both[ours]:.2f} / {both[theirs]:.2f} | {ratio} \
+| {interactive[ours]:.2f} / {interactive[theirs]:.2f} | {standard[ours]:.2f} / {standard[theirs]:.2f} |
+""",
+    _profile_rows,
+)
+
+
 def _settings_rows(figures: Figures) -> Iterator[Row]:
     for form in dict.fromkeys(each["form"] for each in figures["runs"]):
         runs = [each for each in figures["runs"] if each["form"] == form]
@@ -416,6 +437,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "gateway": gateway,
     "overload": overload,
     "speculation-15m-float32": speculation,
+    "profiles-15m-float32": profiles,
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
     "versus-15m-float32-fixed-avx2": versus,
