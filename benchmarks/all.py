@@ -55,6 +55,7 @@ MEASUREMENTS = (
     Measurement("benchmarks.interference grammar", 1.5),
     Measurement("benchmarks.autoscale", 5),
     Measurement("benchmarks.speculation", 20),
+    Measurement("benchmarks.profiles", 20),
     Measurement("benchmarks.gpu compile --capability 90", 3),
     Measurement("benchmarks.floors --model 0.5b --dtype float32 --rounds 5", 10),
     Measurement("benchmarks.floors --model 0.5b --dtype bfloat16 --rounds 5", 10),

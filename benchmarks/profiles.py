@@ -47,7 +47,7 @@ def measure(
     standard_ttft_s: float = 2.0,
     standard_itl_s: float = 0.05,
     rounds: int = 3,
-    seconds: Annotated[float, "of arrivals in a run"] = 12.0,
+    seconds: Annotated[float, "of arrivals in a run"] = 8.0,
     input_tokens: int = 64,
     output_tokens: int = 128,
 ) -> Iterator[Result]:

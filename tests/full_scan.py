@@ -125,7 +125,7 @@ def choose(
         return None
     if turn is not None:
         prefill, decode, cached = prefill and [prefill[turn % len(prefill)]], [decode[turn % len(decode)]], {}
-    else:
+    elif not ask.least_wait:
         wait_s = [max(queue_s(w, ask.tier, ask.now), room_s(w, ask.tier, ask.num_choices)) for w in decode]
         decode = of_profile(decode, ask.tier, targets[ask.tier], wait_s)
     free = uncrowded(decode)
@@ -207,8 +207,11 @@ def local(ask: Ask, decode: list[WorkerView], cached: Cached, reason: LocalPrefi
 
 
 def uncrowded(decode: list[WorkerView]) -> list[WorkerView]:
-    fewest = min(worker.in_flight for worker in decode)
-    return [worker for worker in decode if worker.in_flight <= 2 * fewest + 4]
+    fewest = {
+        profile: min(worker.in_flight for worker in decode if worker.profile is profile)
+        for profile in {worker.profile for worker in decode}
+    }
+    return [worker for worker in decode if worker.in_flight <= 2 * fewest[worker.profile] + 4]
 
 
 def soonest(workers: list[WorkerView], seconds: Callable[[WorkerView], float]) -> list[WorkerView]:

@@ -9,6 +9,7 @@ A worker is *in time* for a tier if it is expected to have room, and its turn fo
 within the tier's TTFT target, and if the gaps between its tokens are within the tier's ITL target. So a request spills
 over to the other profile when the workers of its own are full, slow or gone, and only if that helps. If nobody is in
 time, whoever has room soonest takes it, whatever the profile, so that no request waits for workers that may never come.
+The same holds for a request that would be refused otherwise, because it may wait for less than its target.
 A request of a lower tier keeps none of a higher tier from a worker with the profile latency: its place is taken.
 
 Workers of one profile alone are not told apart.

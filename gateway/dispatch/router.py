@@ -69,7 +69,7 @@ class Ask(NamedTuple):
     """Most tokens that one sequence can have in the end."""
     now: float = 0.0
     least_wait: bool = False
-    """Whether to minimise the wait, however long the prompt then takes."""
+    """Whether to minimise the wait, however long the prompt then takes, and whatever profile the tier asks for."""
 
 
 class Expected(NamedTuple):
@@ -230,7 +230,7 @@ class Router:
             prefill, decode, cached = self._next(prefill), self._next(decode), {}
         here = table.spread(cached)
         times = _Times(queue_s(table, ask.tier, ask.now), room_s(table, ask.tier, ask.num_choices))
-        if not self._in_turn:
+        if not (self._in_turn or ask.least_wait):
             decode = of_profile(table, decode, ask.tier, self._targets[ask.tier], times.wait_s)
         free = _uncrowded(table, decode)
         near = free[ask.num_tokens - here[free] <= self._local_prefill_tokens]
@@ -320,7 +320,13 @@ def _local(table: LoadTable, ask: Ask, decode: Rows, here: Column, times: _Times
 
 
 def _uncrowded(table: LoadTable, decode: Rows) -> Rows:
-    return _near_least(decode, table.in_flight, _CROWDED_FACTOR, _CROWDED_REQUESTS)
+    """The workers that have not many more requests than others of their profile: batches of the other one are larger,
+    or smaller."""
+    latency = table.latency[decode] == 1
+    if latency.all() or not latency.any():
+        return _near_least(decode, table.in_flight, _CROWDED_FACTOR, _CROWDED_REQUESTS)
+    each = [_uncrowded(table, decode[latency]), _uncrowded(table, decode[~latency])]
+    return np.sort(np.concatenate(each))
 
 
 def _soonest(rows: Rows, seconds: Column) -> Rows:

@@ -122,6 +122,42 @@ def test_of_those_that_are_in_time_one_is_chosen_by_its_load() -> None:
     assert taker(BATCH) == "c:1", "the pool for throughput is gone"
 
 
+def test_a_request_that_would_be_refused_may_go_to_any_profile() -> None:
+    """Its own profile is in time, but the margin allows less, and the other one has room at once."""
+    workers = [
+        decode("a:1", LATENCY, places=2, sequences=(2, 0, 0), sequence_s=1.0),
+        decode("b:1", THROUGHPUT, 0.2, places=64),
+    ]
+    registry = Registry((), tuple(worker.address for worker in workers), "c")
+    registry.workers = {worker.address: worker for worker in workers}
+    router = Router(registry, targets=dict.fromkeys(Tier, TARGET))
+
+    def chosen(ask: Ask) -> str:
+        route = router.choose(ask, {})
+        assert route is not None
+        assert route.expected.wait_s < TARGET.ttft_s
+        return route.decode.address
+
+    ask = Ask(num_tokens=100, tier=INTERACTIVE)
+    assert chosen(ask) == "a:1"
+    assert chosen(ask._replace(least_wait=True)) == "b:1"
+
+
+def test_a_large_batch_is_not_a_crowd_beside_small_ones() -> None:
+    """No worker is in time, and the one with room at once has many requests, as its profile asks for."""
+    workers = [
+        decode("a:1", LATENCY, places=2, sequences=(5, 0, 0), sequence_s=1.0),
+        decode("b:1", THROUGHPUT, 0.2, places=64, sequences=(30, 0, 0)),
+    ]
+    registry = Registry((), tuple(worker.address for worker in workers), "c")
+    registry.workers = {worker.address: worker for worker in workers}
+    for worker, num in zip(workers, (3, 30), strict=True):
+        worker.in_flight = num
+    route = Router(registry, targets=dict.fromkeys(Tier, TARGET)).choose(Ask(num_tokens=100, tier=INTERACTIVE), {})
+    assert route is not None
+    assert (route.decode.address, route.expected.wait_s) == ("b:1", 0.0)
+
+
 # --- the worker ------------------------------------------------------------------------------------------------------
 
 
