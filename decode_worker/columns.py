@@ -254,9 +254,8 @@ class DecodeColumns:
         sequence = choice.sequence
         sampling = sequence.sampling
         self._parameters_S[row] = parameters(sampling, sequence.choice)
-        most_tokens = min(sequence.prompt_len + sampling.max_tokens, self._max_sequence_tokens)
         plain = not special(sampling) and not sampling.stop_token_ids
-        self._ends_S[row] = most_tokens, plain, sampling.ignore_eos
+        self._ends_S[row] = sequence.most_tokens(self._max_sequence_tokens), plain, sampling.ignore_eos
         return row
 
     def _update_tables(self) -> Ints:

@@ -222,9 +222,7 @@ class RunningBatch:
 
     def _num_left(self, choice: DecodeChoice) -> int:
         """Number of tokens that the sequence may still get."""
-        sequence = choice.sequence
-        most = min(sequence.prompt_len + sequence.sampling.max_tokens, self._max_sequence_tokens)
-        return most - self._num_tokens(choice)
+        return choice.sequence.most_tokens(self._max_sequence_tokens) - self._num_tokens(choice)
 
     def _newest_ready(self) -> DecodeChoice | None:
         return max(self._ready, key=seniority, default=None)

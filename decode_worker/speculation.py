@@ -219,8 +219,9 @@ class Speculation:
 
     def _chances(self, proposer: Proposer, least: float, num_ahead: int) -> list[_Chance]:
         """The chance of each of the next tokens; without those that hardly come, or bring less than `least`."""
-        choice, acceptance = proposer.choice, proposer.acceptance
-        num = min(self._policy.draft_tokens or MAX_DRAFT_TOKENS, self._num_left(choice) - 1 - num_ahead)
+        sequence, acceptance = proposer.choice.sequence, proposer.acceptance
+        num_left = sequence.most_tokens(self._policy.max_sequence_tokens) - sequence.num_tokens
+        num = min(self._policy.draft_tokens or MAX_DRAFT_TOKENS, num_left - 1 - num_ahead)
         if not self._policy.draft_tokens:
             if acceptance <= least:
                 return []
@@ -262,12 +263,6 @@ class Speculation:
         else:
             choice.lookup.read()
         return choice.lookup
-
-    def _num_left(self, choice: DecodeChoice) -> int:
-        """Number of tokens that the sequence may still get."""
-        sequence = choice.sequence
-        most = min(sequence.prompt_len + sequence.sampling.max_tokens, self._policy.max_sequence_tokens)
-        return most - sequence.num_tokens
 
 
 class _Costs:

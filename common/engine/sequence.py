@@ -57,6 +57,10 @@ class Sequence:
         """Tokens generated so far, on this or other workers."""
         return len(self.token_ids) - self.prompt_len
 
+    def most_tokens(self, max_sequence_tokens: int) -> int:
+        """Most tokens of prompt and output that it can get where a sequence may have `max_sequence_tokens`."""
+        return min(self.prompt_len + self.sampling.max_tokens, max_sequence_tokens)
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.key.request}.{self.key.attempt}, choice {self.choice}, {self.prompt_len} prompt + "
