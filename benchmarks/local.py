@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,20 @@ class Local:
     url: str
     pids: dict[str, int]
     """Process ids by role, including the supervisor's."""
+    probes: tuple[str, ...]
+    """Where each worker tells its metrics, as `host:port`."""
+
+
+def counts(probe: str) -> dict[str, float]:
+    """The counters and gauges of the worker that tells them at `probe`, summed over labels."""
+    with urlopen(f"http://{probe}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if not line.startswith("#"):
+            name = line.partition("{")[0].partition(" ")[0]
+            found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return found
 
 
 @contextmanager
@@ -39,11 +54,13 @@ def local_stack(options: Sequence[str] = (), env: Mapping[str, str] | None = Non
             found = next(filter(None, (re.search(r"http://[0-9.]+:\d+", line) for line in process.stdout)), None)
             if found is None:
                 raise SystemExit("the stack did not start")
-            pids = {"supervisor": process.pid}
+            pids, probes = {"supervisor": process.pid}, []
             for pid in _children(process.pid):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 pids[words[words.index(b"-m") + 1].decode() + f" {pid}"] = pid
-            yield Local(found.group(), pids)
+                if b"--http-port" in words:
+                    probes.append(f"127.0.0.1:{words[words.index(b'--http-port') + 1].decode()}")
+            yield Local(found.group(), pids, tuple(probes))
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)

@@ -14,13 +14,13 @@ import asyncio
 import os
 import random
 import statistics
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Result, run, show
 from benchmarks.dispatched import connected, stream
+from benchmarks.local import counts
 from benchmarks.models import llama_long
 from common.contract.sampling import SamplingParams
 from common.runtime.config import DecodeSettings, ServeSettings
@@ -49,18 +49,6 @@ def drawn(num: int, seed: int) -> list[Generation]:
         )
         generations.append(Generation(token_ids=prompt, num_choices=1, sampling=sampling, budget_s=3600))
     return generations
-
-
-def counts(address: str) -> dict[str, float]:
-    """The counters and gauges of a worker, summed over labels."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    found: dict[str, float] = {}
-    for line in lines:
-        if not line.startswith("#"):
-            name = line.partition("{")[0].partition(" ")[0]
-            found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
-    return found
 
 
 async def run_all(

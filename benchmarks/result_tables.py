@@ -110,6 +110,17 @@ speculation = Table(
 )
 
 
+fixed_drafts = Table(
+    """
+| text | concurrency | drafted tokens that were right, % | output tokens/s | ratio | TPOT p50, ms |
+| {text} | {concurrency} | {acceptance:c.0f} | {output_tokens_per_s[ours]:.0f} / {output_tokens_per_s[theirs]:.0f} \
+| **{output_tokens_per_s[ratio]:.2f}** ({output_tokens_per_s[ratio_min]:.2f} to {output_tokens_per_s[ratio_max]:.2f}) \
+| {tpot_p50_s[ours]:m.2f} / {tpot_p50_s[theirs]:m.2f} |
+""",
+    lambda figures: figures["ratios"],
+)
+
+
 def _profile_rows(figures: Figures) -> Iterator[Row]:
     """One row for the tiers of each text, mix and rate."""
     by_tier: dict[tuple[Any, ...], dict[str, Row]] = {}
@@ -437,6 +448,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "gateway": gateway,
     "overload": overload,
     "speculation-15m-float32": speculation,
+    "speculation-15m-float32-fixed": fixed_drafts,
     "profiles-15m-float32": profiles,
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,

@@ -1,12 +1,15 @@
 """Compare workers that draft tokens with one that does not: they take turns on four texts.
 
     python -m benchmarks.speculation --model 15m --dtype float32 --turns 10
+    python -m benchmarks.speculation --systems fixed off --texts repeating misleading --turns 5
 
 `lookup` drafts what occurred before in the text, or in the prediction that a client sends; `auto` also by a draft
-model, which is the model without its last layers. The texts: `repeating` is greedy, and with random weights soon
-repeats itself; in `novel`, sampled from the whole vocabulary, no three tokens come twice, so that nothing is expected;
-in `misleading`, sampled from eight tokens, something is expected all the time, and mostly wrong. `edit` is novel, one
-request after the other, and its clients send the answer as the prediction, with one word in sixteen changed.
+model, which is the model without its last layers; `fixed` looks four tokens up wherever it can, whether that pays or
+not. `again` does not draft, as `off`, and shows what the turns of equal workers differ by. The texts: `repeating` is
+greedy, and with random weights soon repeats itself; in `novel`, sampled from the whole vocabulary, no three tokens come
+twice, so that nothing is expected; in `misleading`, sampled from eight tokens, something is expected all the time, and
+mostly wrong. `edit` is novel, one request after the other, and its clients send the answer as the prediction, with one
+word in sixteen changed.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from urllib.request import Request, urlopen
 from benchmarks.command import Result, run
 from benchmarks.figures import compared
 from benchmarks.load_run import load_figures, run_load
-from benchmarks.local import local_stack
+from benchmarks.local import Local, counts, local_stack
 from benchmarks.models import MODELS, Model, give_every_token_text, without_last_layers
 
 TEXTS: dict[str, dict[str, Any]] = {
@@ -34,7 +37,15 @@ TEXTS: dict[str, dict[str, Any]] = {
     "misleading": {"temperature": 1.0, "logit_bias": {str(token): 100 for token in range(1000, 1008)}},
 }
 """Text → what it adds to the body of each request."""
-SYSTEMS = ("lookup", "auto", "off")
+DRAFTED, RIGHT = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+_SETTINGS = {
+    "lookup": {"BATON_SPECULATION": "lookup"},
+    "auto": {"BATON_SPECULATION": "auto"},
+    "fixed": {"BATON_SPECULATION": "lookup", "BATON_DRAFT_TOKENS": "4"},
+    "again": {"BATON_SPECULATION": "off"},
+    "off": {"BATON_SPECULATION": "off"},
+}
+"""System → its settings."""
 _EDITS, _EDIT_TOKENS = 4, 256
 """Requests of a turn on `edit`, one after the other, and the tokens of each answer."""
 _WORDS_BETWEEN_EDITS = 16
@@ -45,6 +56,7 @@ def measure(
     *,
     model: Model = "15m",
     dtype: str = "float32",
+    systems: Annotated[tuple[str, ...], "with off, last"] = ("lookup", "auto", "again", "off"),
     texts: tuple[str, ...] = (*TEXTS, "edit"),
     concurrency: tuple[int, ...] = (1, 4, 16, 64),
     draft_layers: Annotated[int, "layers of the draft model"] = 4,
@@ -63,26 +75,37 @@ def measure(
     points = [(text, places) for text in texts for places in (concurrency if text in TEXTS else (1,))]
     done: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        urls = {}
-        for name in SYSTEMS:
-            env = {"BATON_SPECULATION": name} | ({"BATON_DRAFT_MODEL": str(draft_model)} if name == "auto" else {})
-            urls[name] = stack.enter_context(local_stack(options, env)).url
+        stacks: dict[str, Local] = {}
+        for name in systems:
+            env = _SETTINGS[name] | ({"BATON_DRAFT_MODEL": str(draft_model)} if name == "auto" else {})
+            stacks[name] = stack.enter_context(local_stack(options, env))
         for text, places in points:
             for turn in range(-1, turns):  # the first warms up
-                for name in SYSTEMS if turn % 2 else SYSTEMS[::-1]:
+                for name in systems if turn % 2 else systems[::-1]:
+                    before = _drafts(stacks[name])
                     if text == "edit":
-                        figures = _edited(urls[name], urls["off"], turn + 1, input_tokens)
+                        figures = _edited(stacks[name].url, stacks["off"].url, turn + 1, input_tokens)
                     else:
                         body = {"ignore_eos": True, "seed": turn + 1, **TEXTS[text]}
                         load = ["--concurrency", str(places), "--requests", str(max(8, min(4 * places, 128)))]
                         load += ["--seed", str(1000 * places + turn + 1), "--extra-body", json.dumps(body)]
-                        figures = load_figures(run_load(urls[name], scratch / "run.json", *lengths, *load))
+                        figures = load_figures(run_load(stacks[name].url, scratch / "run.json", *lengths, *load))
                         assert not figures["failed"], (name, figures)
                     if turn >= 0:
-                        done.append({"system": name, "text": text, "concurrency": places, "turn": turn, **figures})
-            for entry in summary(done)[1 - len(SYSTEMS) :]:
-                print(text, places, entry["system"], entry["output_tokens_per_s"], flush=True)
-            yield Result(name=f"speculation-{model}-{dtype}", figures={"ratios": summary(done), "runs": done})
+                        drafts = {what: num - before[what] for what, num in _drafts(stacks[name]).items()}
+                        at = {"text": text, "concurrency": places, "turn": turn}
+                        done.append({"system": name, **at, **figures, **drafts})
+            for entry in summary(done)[1 - len(systems) :]:
+                print(text, places, entry["system"], entry["output_tokens_per_s"], entry["acceptance"], flush=True)
+            name = f"speculation-{model}-{dtype}" + ("-fixed" if "fixed" in systems else "")
+            yield Result(name=name, figures={"ratios": summary(done), "runs": done})
+
+
+def _drafts(stack: Local) -> dict[str, float]:
+    """Tokens that the workers have drafted so far, and those of them that were right."""
+    [probe] = stack.probes
+    metrics = counts(probe)
+    return {"drafted": metrics[DRAFTED], "right": metrics[RIGHT]}
 
 
 def _edited(url: str, plain_url: str, turn: int, input_tokens: int) -> dict[str, float]:
@@ -129,14 +152,17 @@ def _chunks(url: str, body: dict[str, Any]) -> Iterator[tuple[float, str]]:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each text, concurrency and system with drafts: its medians and those without, and the ratios of the turns."""
+    """For each text, concurrency and system: its medians and those of `off`, the ratios of the turns, and the share of
+    drafted tokens that were right, None if there were none."""
     made = []
     for text, places in dict.fromkeys((each["text"], each["concurrency"]) for each in runs):
         of = [each for each in runs if (each["text"], each["concurrency"]) == (text, places)]
         by_turn = itertools.groupby(sorted(of, key=_turn), _turn)
         turns = [{each["system"]: each for each in turn} for _, turn in by_turn]
-        for system in SYSTEMS[:-1]:
+        for system in (each for each in _SETTINGS if each in turns[0] and each != "off"):
             entry: dict[str, Any] = {"text": text, "concurrency": places, "system": system}
+            drafted, right = (sum(each[system][what] for each in turns) for what in ("drafted", "right"))
+            entry["acceptance"] = right / drafted if drafted else None
             for figure in ("output_tokens_per_s", "tpot_p50_s", "itl_p99_s"):
                 entry[figure] = compared((each[system][figure], each["off"][figure]) for each in turns)
             made.append(entry)

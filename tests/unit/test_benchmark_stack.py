@@ -1,4 +1,4 @@
-"""What the benchmark of memory reads from a worker's metrics."""
+"""What benchmarks read from a worker's metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import ClassVar
 
-from benchmarks.memory import counts
+from benchmarks.local import counts
 
 NAME = "baton_prompt_tokens_computed_total"
 
