@@ -97,8 +97,8 @@ def measure(
                         done.append({"system": name, **at, **figures, **drafts})
             for entry in summary(done)[1 - len(systems) :]:
                 print(text, places, entry["system"], entry["output_tokens_per_s"], entry["acceptance"], flush=True)
-            name = f"speculation-{model}-{dtype}" + ("-fixed" if "fixed" in systems else "")
-            yield Result(name=name, figures={"ratios": summary(done), "runs": done})
+            record = f"speculation-{model}-{dtype}" + ("-fixed" if "fixed" in systems else "")
+            yield Result(name=record, figures={"ratios": summary(done), "runs": done})
 
 
 def _drafts(stack: Local) -> dict[str, float]:
