@@ -57,7 +57,8 @@ class BatchBound:
                 most = middle - 1
         self.num = least
 
-    def observe(self, choices: Sequence[DecodeChoice], seconds: float) -> None:
-        """Learn from what a step took that did nothing but decode."""
-        if self._times is not None and choices:
-            self._times.observe(rows_of(choices), (0, 0), seconds)
+    def observe(self, choices: Sequence[DecodeChoice], seconds: float, plan_s: float) -> None:
+        """Learn from what a step took that did nothing but decode, and began `plan_s` after the end of the step
+        before."""
+        if self._times is not None:
+            self._times.observe(rows_of(choices), (0, 0), seconds, plan_s)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ _OBSERVED = 8
 """One in so many steps without drafts is learnt from."""
 _MOST_NEW = 4
 """Most sequences whose text is read for the first time in a step: that takes some 100 ns a token."""
+_FEW = 32
+"""Most tokens of which it is tried whether fewer passes of the draft model yield more tokens per second."""
 _MARGIN = 1.03
 """Ratio by which drafts must raise the tokens per second: estimates vary, and drafts cost some work beside steps."""
 
@@ -144,13 +146,12 @@ class Speculation:
             draft[:] = token_ids[: len(draft)]
         self.model.done(work, drafted.seconds)
 
-    def observe(self, step: Step, seconds: float) -> None:
+    def observe(self, step: Step, seconds: float, plan_s: float = 0.0) -> None:
         """Learn from what a step took, without the draft model, that did nothing but decode: with drafts from each,
-        else from some."""
+        else from some. It began `plan_s` after the end of the step before."""
         self._num_plain = _OBSERVED - 1 if step.drafts else self._num_plain + 1
-        if not step.decodes or (not step.drafts and self._num_plain % _OBSERVED):
-            return
-        self._times.observe(rows_of(step.decodes), _drafted_rows(step), seconds)
+        if step.drafts or not self._num_plain % _OBSERVED:
+            self._times.observe(rows_of(step.decodes), _drafted_rows(step), seconds, plan_s)
 
     def _choose(self, decodes: Sequence[DecodeChoice], most: int, num_ahead: int) -> Drafts:
         """How many tokens are drafted of each sequence. The next `num_ahead` tokens are being computed already."""
@@ -203,18 +204,19 @@ class Speculation:
         if not chances:
             return Drafts({}, frozenset(), plain[0], plain_s)
         chances = sorted(chances, key=_chance, reverse=True)[:most]
-        best = Drafts({}, frozenset(), plain[0], plain_s)
-        best_rate, num_best = _MARGIN * plain[0] / plain_s, 0
-        yielded, costs = float(plain[0]), _Costs(plain, self._times, self.model)
-        for num, token in enumerate(chances, start=1):
-            yielded += token.chance
-            step_s = costs.with_token(token)
-            if yielded / step_s > best_rate or self._policy.draft_tokens:
-                best, best_rate, num_best = best._replace(expected=yielded, step_s=step_s), yielded / step_s, num
-        taken = [token.proposer for token in chances[:num_best]]
+        best, taken = Drafts({}, frozenset(), plain[0], plain_s), chances[:0]
+        best_rate = _MARGIN * plain[0] / plain_s
+        for tokens in _by_passes(chances):
+            yielded, costs = float(plain[0]), _Costs(plain, self._times, self.model)
+            for num, token in enumerate(tokens, start=1):
+                yielded += token.chance
+                step_s = costs.with_token(token)
+                if yielded / step_s > best_rate or self._policy.draft_tokens:
+                    best, best_rate = best._replace(expected=yielded, step_s=step_s), yielded / step_s
+                    taken = tokens[:num]
         return best._replace(
-            nums=Counter(each.choice for each in taken),
-            by_model=frozenset(each.choice for each in taken if each.num_behind),
+            nums=Counter(token.proposer.choice for token in taken),
+            by_model=frozenset(token.proposer.choice for token in taken if token.proposer.num_behind),
         )
 
     def _chances(self, proposer: Proposer, least: float, num_ahead: int) -> list[_Chance]:
@@ -263,6 +265,16 @@ class Speculation:
         else:
             choice.lookup.read()
         return choice.lookup
+
+
+def _by_passes(chances: list[_Chance]) -> Iterator[list[_Chance]]:
+    """The tokens with at most one, two, … passes of the draft model. Only the last of these, all tokens, if one sequence
+    alone has passes, or so many tokens are drafted that they hardly are what a pass costs."""
+    places = {token.proposer.choice: token.place for token in chances if token.proposer.num_behind}
+    if len(places) > 1 and len(chances) <= _FEW:
+        for most in range(1, max(places.values())):
+            yield [token for token in chances if token.place <= most or not token.proposer.num_behind]
+    yield chances
 
 
 class _Costs:

@@ -68,6 +68,8 @@ class DecodeSteps:
         self._book = book
         self._totals = totals
         self._columns = DecodeColumns(config.max_sequence_tokens, config.eos_token_ids)
+        self._ended_at: float | None = None
+        """When the last step ended; None if nothing was to be computed then."""
 
     def plan(self, before: DecodePlan | None) -> bool:
         """Plan a step; returns whether there is anything to compute."""
@@ -80,6 +82,8 @@ class DecodeSteps:
             self._pulls.revoke(request.pull)
         if step.empty:
             self._pool.step_finished(number)
+            if before is None:
+                self._ended_at = None
             return False
         decoding = None
         if step.decodes:
@@ -118,18 +122,29 @@ class DecodeSteps:
             if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
                 self._computed(chunk.prompt, sampled[id(chunk)])
         self._answers.step_ended()
-        if step.decodes:
-            self._totals.step_ended(ended.duration_s)
-        if not (step.copies or step.swap_outs or step.swap_ins):
-            num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
-            self._costs.observe_step(num_tokens, len(step.decodes), ended.duration_s)
-            if speculation is not None and not step.chunks:
-                speculation.observe(step, ended.duration_s - ended.drafted.seconds)
-            elif not step.chunks:
-                self._scheduler.bound.observe(step.decodes, ended.duration_s)
+        self._learn(step, ended.duration_s, ended.drafted.seconds)
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._front.tell_cache()
+
+    def _learn(self, step: Step, duration_s: float, draft_s: float) -> None:
+        """Learn from what a step took: `duration_s`, of which the draft model `draft_s`, after the time between it and
+        the step before, which clients wait for, too."""
+        now = self._agenda.now
+        plan_s = 0.0 if self._ended_at is None else max(0.0, now - self._ended_at - duration_s)
+        self._ended_at = now
+        if step.decodes:
+            self._totals.step_ended(plan_s + duration_s)
+        if step.copies or step.swap_outs or step.swap_ins:
+            return
+        num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+        self._costs.observe_step(num_tokens, len(step.decodes), duration_s + (plan_s if step.decodes else 0.0))
+        if step.chunks or not step.decodes:
+            return
+        if self._scheduler.speculation is not None:
+            self._scheduler.speculation.observe(step, duration_s - draft_s, plan_s)
+        else:
+            self._scheduler.bound.observe(step.decodes, duration_s, plan_s)
 
     def _decoded(self, step: Step, decoding: Decoding, chosen: Chosen) -> None:
         """Process the tokens of a step's decodes."""

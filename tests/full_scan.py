@@ -96,13 +96,17 @@ def prefill_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> li
 def of_profile(workers: list[WorkerView], tier: Tier, target: Target, wait_s: list[float]) -> list[WorkerView]:
     if len({worker.profile for worker in workers}) < 2:
         return workers
-    in_time = [
-        worker
-        for worker, seconds in zip(workers, wait_s, strict=True)
-        if seconds <= target.ttft_s and (worker.load is None or worker.load.itl_s <= target.itl_s)
-    ]
-    own = Profile.LATENCY if tier is Tier.INTERACTIVE else Profile.THROUGHPUT
-    return [worker for worker in in_time if worker.profile is own] or in_time or workers
+    interactive = tier is Tier.INTERACTIVE
+    own = Profile.LATENCY if interactive else Profile.THROUGHPUT
+    for most_s in (target.ttft_s / 4, target.ttft_s) if interactive else (target.ttft_s,):
+        in_time = [
+            worker
+            for worker, seconds in zip(workers, wait_s, strict=True)
+            if seconds <= most_s and (worker.load is None or worker.load.itl_s <= target.itl_s)
+        ]
+        if in_time:
+            return [worker for worker in in_time if worker.profile is own] or in_time
+    return workers
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

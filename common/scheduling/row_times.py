@@ -1,5 +1,5 @@
-"""What a step of decodes costs, by its rows and by the tokens that their attention reads: whether drafts pay is decided
-by it."""
+"""What a step of decodes costs, by its rows and by the tokens that their attention reads: whether drafts pay, and how many
+sequences a batch may have, is decided by it."""
 
 from __future__ import annotations
 
@@ -31,27 +31,39 @@ class RowTimes:
     """Ratio of what steps take to what was measured."""
     draft_scale: float = 1.0
     """The same ratio for what drafts add to a step, on top of `scale`."""
+    plan_s: float = 0.0
+    """Seconds from the end of a step to the begin of the next one, if that has no drafts; close to 0 if it is planned
+    ahead. They are part of every step here."""
+    draft_plan_s: float = 0.0
+    """The same, if the next step has drafts, which none does that is planned ahead."""
 
     def step_s(self, plain: tuple[int, int], drafts: tuple[int, int] = (0, 0)) -> float:
         """Seconds of a step. Each pair is (rows, tokens that these rows attend to in all)."""
         base_s = self._measured_s(*plain)
+        if not drafts[0]:
+            return self.plan_s + self.scale * base_s
         more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
-        return self.scale * (base_s + self.draft_scale * more_s)
+        return self.draft_plan_s + self.scale * (base_s + self.draft_scale * more_s)
 
     def least_share(self, num_rows: int, most: int) -> float:
         """The least that each of up to `most` drafted rows may add to a step, as a share of a step of `num_rows`."""
         base_s = self._measured_s(num_rows, 0)
         further = {1, most, *(rows - num_rows for rows in self.rows if num_rows < rows < num_rows + most)}
-        return self.draft_scale * min((self._measured_s(num_rows + num, 0) / base_s - 1) / num for num in further)
+        row_s = min((self._measured_s(num_rows + num, 0) - base_s) / num for num in further)
+        return self.scale * self.draft_scale * row_s / (self.plan_s + self.scale * base_s)
 
-    def observe(self, plain: tuple[int, int], drafts: tuple[int, int], seconds: float) -> None:
-        """Move the estimates towards what a step took that did nothing else. A step without drafts moves `scale`, and
-        one with drafts `draft_scale`."""
+    def observe(self, plain: tuple[int, int], drafts: tuple[int, int], seconds: float, plan_s: float = 0.0) -> None:
+        """Move the estimates towards what a step took that did nothing else, `plan_s` after the step before. A step
+        without drafts moves `scale`, and one with drafts `draft_scale`."""
         base_s = self._measured_s(*plain)
+        plan_s = min(plan_s, _MOST_SCALE * seconds)
         if not drafts[0]:
             self.scale = _moved(self.scale, seconds / base_s, _MOST_SCALE)
             self.draft_scale += _FORGETTING * (1 - self.draft_scale)
+            self.plan_s += _WEIGHT * (plan_s - self.plan_s)
+            self.draft_plan_s += _FORGETTING * (self.plan_s - self.draft_plan_s)
             return
+        self.draft_plan_s += _WEIGHT * (plan_s - self.draft_plan_s)
         more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
         if more_s > 0:
             self.draft_scale = _moved(self.draft_scale, (seconds / self.scale - base_s) / more_s, _MOST_DRAFT_SCALE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from migration_bench import BLOCK_SIZE, BUDGET_S, GATEWAY, Site, World
 from step_tokens import handles
 
@@ -24,16 +25,17 @@ class Driven:
     def __init__(self, num_blocks: int) -> None:
         site: Site = World(["d"], num_blocks=num_blocks).sites[Incarnation("d")]
         self.core, self.engine = site.core, site.engine
+        self.now = 0.0
 
     def handle(self, event: Event) -> list[Action]:
         """What the core decides."""
-        return self.core.handle(event, 0.0)
+        return self.core.handle(event, self.now)
 
     def hear(self, peer: Incarnation, message: Message) -> list[Action]:
         """A message arrives."""
         return self.handle(Received(peer, message))
 
-    def ask(self, name: str, prompt: Sequence[int], grammar: str | None = None) -> None:
+    def ask(self, name: str, prompt: Sequence[int], grammar: str | None = None, max_tokens: int = 1) -> None:
         """A request of one token, or of some if it has a grammar. Its mask is known at once."""
         work = Decode(
             request=RequestId(name),
@@ -42,7 +44,7 @@ class Driven:
             prompt_len=len(prompt),
             choices=(0,),
             handles=handles(),
-            sampling=SamplingParams(max_tokens=1 if grammar is None else 4, grammar=grammar),
+            sampling=SamplingParams(max_tokens=max_tokens if grammar is None else 4, grammar=grammar),
             budget_s=BUDGET_S,
             source=None,
             offered=None,
@@ -55,11 +57,12 @@ class Driven:
         """The next step, if there is one."""
         return next((each for each in self.handle(StepWanted(None)) if isinstance(each, Compute)), None)
 
-    def step(self) -> None:
-        """Plan a step, and compute it."""
+    def step(self, took_s: float = 0.0) -> None:
+        """Plan a step, and compute it; time goes on by `took_s`, of which the engine's part is 0.01."""
         compute = self.plan()
         assert compute is not None
         work = compute.work
+        self.now += took_s
         outcomes = self.engine.execute(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
         self.handle(StepEnded(work, self.engine.decoded, outcomes, (), (), 0.01))
 
@@ -83,3 +86,21 @@ def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
     assert driven.core.scheduler.num_waiting == 1
     assert driven.plan() is not None, "it has room now, and nobody asks again"
     assert driven.core.lender.num_leases == 0
+
+
+def test_the_time_between_steps_counts_as_time_between_tokens_unless_nothing_was_to_be_computed() -> None:
+    """So heartbeats say what clients see, and the bound of prompts beside decodes has room for it."""
+    driven = Driven(num_blocks=64)
+    driven.ask("first", range(BLOCK_SIZE + 1), max_tokens=9)
+    driven.step(0.015)
+    for _ in range(8):
+        driven.step(0.015)
+    assert driven.core.totals.itl_s == pytest.approx(0.015)
+    assert driven.core.engine.costs.decode_s > 0.01
+    assert driven.plan() is None
+    driven.now += 60.0
+    driven.ask("second", range(BLOCK_SIZE + 1), max_tokens=9)
+    driven.step(0.01)
+    for _ in range(8):
+        driven.step(0.015)
+    assert driven.core.totals.itl_s == pytest.approx(0.015), "nobody has waited for the minute without requests"

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from decode_bench import request
 from draft_bench import FREE, DraftBench
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.contract.sampling import SamplingParams
@@ -223,6 +223,7 @@ def test_tokens_beside_those_of_the_draft_model_count_only_once_they_came() -> N
     st.floats(0.01, 0.3),
     st.integers(0, 3),
 )
+@example([(0.5, 1), (0.875, 1)], 0.03125, 0.015625, 0.28125, 0)  # few passes, shared by both, are best
 def test_the_passes_count_among_what_drafts_cost(
     chances: list[tuple[float, int]], row_s: float, pass_row_s: float, pass_s: float, num_plain: int
 ) -> None:

@@ -28,7 +28,7 @@ from gateway.workers.worker_view import WorkerView
 LATENCY, THROUGHPUT = Profile.LATENCY, Profile.THROUGHPUT
 INTERACTIVE, STANDARD, BATCH = Tier
 TARGET = Target(ttft_s=1.0, itl_s=0.1)
-IN_TIME, NO_ROOM, SLOW = (1.0, 0.1), (1.1, 0.0), (0.0, 0.11)
+AT_ONCE, IN_TIME, NO_ROOM, SLOW = (0.25, 0.1), (1.0, 0.1), (1.1, 0.0), (0.0, 0.11)
 """(seconds to wait, seconds between tokens) at a worker."""
 
 
@@ -60,6 +60,12 @@ def decode(address: str, profile: Profile, itl_s: float = 0.0, **loaded: Any) ->
         (INTERACTIVE, IN_TIME, SLOW, {LATENCY}),
         (STANDARD, NO_ROOM, IN_TIME, {THROUGHPUT}),
         (BATCH, SLOW, IN_TIME, {THROUGHPUT}),
+        # only an interactive request spills over before it is late
+        (INTERACTIVE, AT_ONCE, AT_ONCE, {LATENCY}),
+        (INTERACTIVE, IN_TIME, AT_ONCE, {THROUGHPUT}),
+        (INTERACTIVE, SLOW, AT_ONCE, {THROUGHPUT}),
+        (STANDARD, AT_ONCE, IN_TIME, {THROUGHPUT}),
+        (BATCH, AT_ONCE, IN_TIME, {THROUGHPUT}),
         # nobody is in time: whoever has room soonest, of all
         (INTERACTIVE, NO_ROOM, SLOW, {LATENCY, THROUGHPUT}),
         (STANDARD, NO_ROOM, NO_ROOM, {LATENCY, THROUGHPUT}),
@@ -193,17 +199,20 @@ def test_what_steps_take_moves_the_bound() -> None:
     bound.update(choices)
     assert (bound.num, bound.fixed) == (15, False)
     for _ in range(100):
-        bound.observe(choices, 0.022)  # twice as long as measured
-        bound.observe((), 10.0)
+        bound.observe(choices, 0.022, 0.0)  # twice as long as measured
     bound.update(choices)
     assert bound.num == 5
+    for _ in range(100):
+        bound.observe(choices, 0.022, 0.008)  # and clients wait for what lies between steps, too
+    bound.update(choices)
+    assert bound.num == 3
 
 
 def test_a_bound_without_a_target_learns_nothing() -> None:
     times = replace(TIMES)
     bound = BatchBound(policy(None), times)
     bench = Bench(1000, memory_reserve=EAGER)
-    bound.observe(bench.enter(request("one", 99)), 1.0)
+    bound.observe(bench.enter(request("one", 99)), 1.0, 1.0)
     assert (bound.num, bound.fixed, times) == (64, True, TIMES)
 
 

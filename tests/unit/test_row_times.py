@@ -60,6 +60,28 @@ def test_a_process_that_was_stopped_counts_as_four_times_as_slow_once() -> None:
     assert learnt.draft_scale >= 1 / 16, "no row is free"
 
 
+def test_time_between_steps_is_part_of_each_and_that_before_drafts_is_told_apart() -> None:
+    learnt = times()
+    for _ in range(200):
+        learnt.observe((2, 0), (0, 0), 12.0, 1.0)
+        learnt.observe((2, 0), (6, 0), 36.0, 4.0)
+    assert learnt.step_s((2, 0)) == pytest.approx(13.0)
+    assert 37.0 < learnt.step_s((2, 0), (6, 0)) <= 40.0
+    assert learnt.scale == pytest.approx(1.0)
+    before = learnt.step_s((2, 0), (6, 0))
+    for _ in range(200):
+        learnt.observe((2, 0), (0, 0), 12.0, 1.0)
+    assert before > 37.5
+    assert learnt.step_s((2, 0), (6, 0)) == pytest.approx(37.0, abs=0.01), "what nothing would correct is forgotten"
+    assert learnt.least_share(2, 6) == pytest.approx(4.0 / 13.0)
+
+
+def test_a_process_that_was_stopped_between_steps_counts_little() -> None:
+    learnt = times()
+    learnt.observe((2, 0), (0, 0), 12.0, 1e6)
+    assert learnt.plan_s == pytest.approx(0.1 * 4 * 12.0)
+
+
 class Clock:
     """Each look at it takes what the last step should."""
 
