@@ -34,8 +34,10 @@ _OBSERVED = 8
 """One in so many steps without drafts is learnt from."""
 _MOST_NEW = 4
 """Most sequences whose text is read for the first time in a step: that takes some 100 ns a token."""
-_FEW = 32
+_FEW = 64
 """Most tokens of which it is tried whether fewer passes of the draft model yield more tokens per second."""
+_PASSES = (1, 2, 3, 5, 8, 12)
+"""Numbers of passes that are tried."""
 _MARGIN = 1.03
 """Ratio by which drafts must raise the tokens per second: estimates vary, and drafts cost some work beside steps."""
 
@@ -268,12 +270,13 @@ class Speculation:
 
 
 def _by_passes(chances: list[_Chance]) -> Iterator[list[_Chance]]:
-    """The tokens with at most one, two, … passes of the draft model. Only the last of these, all tokens, if one sequence
-    alone has passes, or so many tokens are drafted that they hardly are what a pass costs."""
+    """The tokens with at most so many passes of the draft model, for some numbers, and all tokens. Only all, if one
+    sequence alone has passes, or so many tokens may be drafted that a pass is mostly what its rows cost."""
     places = {token.proposer.choice: token.place for token in chances if token.proposer.num_behind}
     if len(places) > 1 and len(chances) <= _FEW:
-        for most in range(1, max(places.values())):
-            yield [token for token in chances if token.place <= most or not token.proposer.num_behind]
+        for most in _PASSES:
+            if most < max(places.values()):
+                yield [token for token in chances if token.place <= most or not token.proposer.num_behind]
     yield chances
 
 
