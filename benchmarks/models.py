@@ -74,6 +74,15 @@ def qwen2_05b(folder: Path) -> Path:
     return _save(Qwen2ForCausalLM(config).to(torch.bfloat16), folder)
 
 
+def model_with_texts(scratch: Path, model: Model) -> Path:
+    """Make a folder in `scratch` with this model, and a tokenizer in which every token is a word."""
+    folder = scratch / "model"
+    folder.mkdir()
+    MODELS[model](folder)
+    give_every_token_text(folder)
+    return folder
+
+
 def without_last_layers(folder: Path, target: Path, num_layers: int) -> Path:
     """Write the checkpoint at `folder` with its first `num_layers` layers only into `target`."""
     model = AutoModelForCausalLM.from_pretrained(folder)

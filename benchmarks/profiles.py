@@ -26,7 +26,7 @@ from benchmarks.figures import compared
 from benchmarks.goodput import goodput_figures
 from benchmarks.load_run import run_load
 from benchmarks.local import local_stack
-from benchmarks.models import MODELS, Model, give_every_token_text
+from benchmarks.models import Model, model_with_texts
 from benchmarks.speculation import TEXTS
 
 SYSTEMS = {"packed": ["--decode", "2"], "profiles": ["--decode", "1", "--latency", "1"]}
@@ -41,7 +41,7 @@ def measure(
     dtype: str = "float32",
     texts: tuple[str, ...] = ("novel", "repeating"),
     mixes: Annotated[tuple[float, ...], "shares of interactive requests"] = (0.2, 0.5, 0.8),
-    rates: Annotated[tuple[float, ...], "requests per second of both tiers"] = (6, 12, 18),
+    rates: Annotated[tuple[float, ...], "requests per second of both tiers"] = (6, 12, 18, 24),
     interactive_ttft_s: float = 0.5,
     interactive_itl_s: float = 0.01,
     standard_ttft_s: float = 2.0,
@@ -52,10 +52,7 @@ def measure(
     output_tokens: int = 128,
 ) -> Iterator[Result]:
     """Start both systems, and let them take turns: all runs so far after each text, mix and rate."""
-    folder = scratch / "model"
-    folder.mkdir()
-    MODELS[model](folder)
-    give_every_token_text(folder)
+    folder = model_with_texts(scratch, model)
     targets = {"interactive": (interactive_ttft_s, interactive_itl_s), "standard": (standard_ttft_s, standard_itl_s)}
     env = {
         f"BATON_{tier.upper()}_{kind}_S": str(s)

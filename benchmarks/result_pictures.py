@@ -73,6 +73,35 @@ def goodput_picture(run: Run, axis: Any) -> None:
     axis.set_title(f"{workload['model']}, {workload['dtype']}, {workload['workload']} lengths, 2 cores")
 
 
+def drafts_picture(run: Run, axis: Any) -> None:
+    """Tokens per second with drafts by lookup over those without, over the number of requests."""
+    _over_concurrency(run, axis, "lookup", lambda each: each["output_tokens_per_s"]["ratio"])
+    axis.axhline(1, color="grey", linestyle=":")
+    axis.set(yscale="log", ylabel="output tokens/s, prompt lookup / no drafts")
+    ticks = (0.8, 1, 1.5, 2, 3, 5)
+    axis.set_yticks(ticks, map(str, ticks), minor=False)
+    axis.set_yticks((), minor=True)
+
+
+def acceptance_picture(run: Run, axis: Any) -> None:
+    """Share of drafted tokens that were right over the number of requests."""
+    _over_concurrency(run, axis, "fixed", lambda each: 100 * each["acceptance"])
+    axis.set(ylabel="drafted tokens that were right, %", ylim=(0, None))
+
+
+def _over_concurrency(run: Run, axis: Any, system: str, figure: Callable[[Any], float]) -> None:
+    """A line for each text."""
+    of = [each for each in run["figures"]["ratios"] if each["system"] == system]
+    for text in dict.fromkeys(each["text"] for each in of):
+        points = [(each["concurrency"], figure(each)) for each in of if each["text"] == text]
+        axis.plot(*zip(*points, strict=True), marker=".", label=text)
+    numbers = sorted({each["concurrency"] for each in of})
+    axis.set(xscale="log", xlabel="requests at once")
+    axis.set_xticks(numbers, map(str, numbers), minor=False)
+    axis.set_xticks((), minor=True)
+    axis.set_title(f"{run['workload']['model']}, {run['workload']['dtype']}, 2 cores")
+
+
 def profiles_picture(run: Run, axis: Any) -> None:
     """Goodput of two profiles over that of one packed pool, over the rate; a line for each text and mix."""
     figures = run["figures"]
@@ -114,6 +143,8 @@ PICTURE_OF: dict[str, Callable[[Run, Any], None]] = {
     "versus-0.5b-bfloat16-fixed": versus_picture,
     "goodput-15m-float32-fixed": goodput_picture,
     "goodput-15m-float32-sharegpt": goodput_picture,
+    "speculation-15m-float32": drafts_picture,
+    "speculation-15m-float32-fixed": acceptance_picture,
     "profiles-15m-float32": profiles_picture,
     "steady": steady_picture,
     "autoscale": autoscale_picture,

@@ -29,7 +29,7 @@ from benchmarks.command import Result, run
 from benchmarks.figures import compared
 from benchmarks.load_run import load_figures, run_load
 from benchmarks.local import Local, counts, local_stack
-from benchmarks.models import MODELS, Model, give_every_token_text, without_last_layers
+from benchmarks.models import Model, model_with_texts, without_last_layers
 
 TEXTS: dict[str, dict[str, Any]] = {
     "repeating": {"temperature": 0.0},
@@ -65,10 +65,7 @@ def measure(
     output_tokens: int = 128,
 ) -> Iterator[Result]:
     """Start all systems, and let them take turns: all runs so far after each point."""
-    folder = scratch / "model"
-    folder.mkdir()
-    MODELS[model](folder)
-    give_every_token_text(folder)
+    folder = model_with_texts(scratch, model)
     draft_model = without_last_layers(folder, scratch / "draft", draft_layers)
     options = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**29), "--prefill", "0"]
     lengths = ["--workload", "fixed", "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from benchmarks.command import show
 from benchmarks.figures import compared
 from benchmarks.local import local_stack
-from benchmarks.models import MODELS, Model, give_every_token_text
+from benchmarks.models import Model, model_with_texts
 from benchmarks.peers import vllm
 
 PAIRS = (("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
@@ -47,10 +47,7 @@ def start(stack: ExitStack, name: str, folder: Path, model: Model, dtype: str) -
 @contextmanager
 def started(scratch: Path, model: Model, dtype: str, systems: Sequence[str]) -> Iterator[dict[str, str]]:
     """Start all systems with one checkpoint; yields their base URLs by name."""
-    folder = scratch / "model"
-    folder.mkdir()
-    MODELS[model](folder)
-    give_every_token_text(folder)
+    folder = model_with_texts(scratch, model)
     with ExitStack() as stack:
         yield {name: start(stack, name, folder, model, dtype) for name in systems}
 

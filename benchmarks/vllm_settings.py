@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.command import Result, run, show
 from benchmarks.load_run import load_figures, run_load
-from benchmarks.models import MODELS, Model, give_every_token_text
+from benchmarks.models import Model, model_with_texts
 from benchmarks.peers import vllm
 from benchmarks.peers.vllm import FORMS, Settings
 
@@ -39,10 +39,7 @@ def measure(
     output_tokens: int = 64,
 ) -> Iterator[Result]:
     """Start each candidate in its turn, and measure it: all candidates so far after each one."""
-    folder = scratch / "model"
-    folder.mkdir()
-    MODELS[model](folder)
-    give_every_token_text(folder)
+    folder = model_with_texts(scratch, model)
     options = ["--workload", "fixed", "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
     options += ["--concurrency", str(CONCURRENCY), "--requests", str(requests)]
     done: list[dict[str, Any]] = []

@@ -1,5 +1,5 @@
-"""What a step of decodes costs, by its rows and by the tokens that their attention reads: whether drafts pay, and how many
-sequences a batch may have, is decided by it."""
+"""What a step of decodes costs, by its rows and by the tokens that their attention reads: whether drafts pay, and how
+many sequences a batch may have, is decided by it."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from gateway.workers.load_table import Column, LoadTable, Rows
 FIRST: Final = {Tier.INTERACTIVE: Profile.LATENCY, Tier.STANDARD: Profile.THROUGHPUT, Tier.BATCH: Profile.THROUGHPUT}
 """Tier → the profile of the workers that it is sent to as long as one is in time."""
 _SHARES: Final = {Tier.INTERACTIVE: (0.25, 1.0), Tier.STANDARD: (1.0,), Tier.BATCH: (1.0,)}
-"""Tier → parts of its TTFT target, ascending. A worker that is in time within one comes before those of the other profile
-that are so within the next."""
+"""Tier → parts of its TTFT target, ascending. A worker that is in time within one comes before all that are so only
+within the next."""
 
 
 def of_profile(table: LoadTable, rows: Rows, tier: Tier, target: Target, wait_s: Column) -> Rows:
