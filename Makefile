@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 CLIENTS := .venv-clients/.installed
 NODE_CLIENTS := tests/clients/node_modules/.installed
 
-.PHONY: serve unit test chaos clients gpu model check format screenshots clean
+.PHONY: serve unit test chaos widths clients gpu model check format screenshots clean
 
 serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --latency $(LATENCY) --port $(PORT)
@@ -31,11 +31,15 @@ unit: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(DEALT) -m "not gpu" tests/kernels tests/parity tests/model tests/property tests/unit
-	$(BIN)/python -m pytest -n 3 $(DEALT) --durations 15 -m "not gpu and not chaos" tests/chaos tests/e2e
+	$(BIN)/python -m pytest -n 3 $(DEALT) --durations 15 -m "not gpu and not chaos and not widths" tests/chaos tests/e2e
 	@$(BIN)/python tests/needs.py
 
 chaos: $(STAMP)
 	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
+
+# Workers of one, two and four ranks, at every pair of widths.
+widths: $(STAMP)
+	$(BIN)/python -m pytest -m "not gpu" tests/parity/test_group_parity.py tests/unit/test_ranks.py tests/e2e/test_widths.py
 
 # The gateway with the clients that people use, which have environments of their own; vLLM's takes gigabytes.
 clients: $(STAMP) $(CLIENTS) $(NODE_CLIENTS)

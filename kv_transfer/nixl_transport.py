@@ -22,8 +22,9 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -32,7 +33,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from common.runtime.config import DEFAULT_MAX_REGISTRATIONS
-from kv_transfer.regions import Region
+from kv_transfer.regions import Part, Piece, Region, pieces
 from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, pack_metadata, require_pairs, unpack_metadata
 from kv_transfer.ucx_log import asked_for_routes, ucx_log
@@ -40,7 +41,9 @@ from kv_transfer.ucx_log import asked_for_routes, ucx_log
 _logger = logging.getLogger(__name__)
 
 _Address = Annotated[int, Field(strict=True, ge=1, lt=2**64)]
+_Offset = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 _Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
+_DeviceId = Annotated[int, Field(strict=True, ge=0, le=1024)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +56,11 @@ class _Metadata:
     agent_metadata: Annotated[bytes, Field(strict=True, min_length=1, max_length=MAX_METADATA_BYTES)]
     agent_sha256: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)]
     """SHA-256 of the NIXL agent's metadata. NIXL and UCX would parse corrupt metadata without noticing."""
-    address: _Address
+    parts: Annotated[list[tuple[_Address, _Offset, _Size, _DeviceId]], Field(min_length=1, max_length=1024)]
+    """See `Part`."""
     num_blocks: _Size
     block_bytes: _Size
     device: Literal["cpu", "cuda"]
-    device_id: Annotated[int, Field(strict=True, ge=0, le=1024)]
 
 
 _METADATA = TypeAdapter(_Metadata)
@@ -126,11 +129,10 @@ class NixlTransport:
                 "agent": self._name,
                 "agent_metadata": agent_metadata,
                 "agent_sha256": hashlib.sha256(agent_metadata).digest(),
-                "address": self._region.address,
+                "parts": [tuple(part) for part in self._region.parts],
                 "num_blocks": self._region.num_blocks,
                 "block_bytes": self._region.block_bytes,
                 "device": self._region.device,
-                "device_id": self._region.device_id,
             }
         )
 
@@ -145,6 +147,9 @@ class NixlTransport:
             raise TransferError(f"the NIXL metadata of {source} is corrupt")
         if theirs.block_bytes != self._region.block_bytes:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
+        if any(start >= stop or stop > theirs.block_bytes for _, start, stop, _ in theirs.parts):
+            raise TransferError(f"the parts of {source}'s blocks make no sense")
+        pieces(self._region.parts, list(starmap(Part, theirs.parts)))
         if len(self._links) < self._max_links:
             self._links[source] = self._make_link(theirs)
         self._sources[source] = theirs
@@ -253,6 +258,8 @@ class _Link:
         self._require_rdma = require_rdma
         self._name = name
         self._region = region
+        self._num_source_blocks = theirs.num_blocks
+        self._num_pieces = len(pieces(region.parts, list(starmap(Part, theirs.parts))))
         self._route = ReadRoute()
         self._agent = nixl.make_agent(name, region)
         self._alive = weakref.ref(self._agent.agent)
@@ -261,8 +268,9 @@ class _Link:
             remote = self._agent.add_remote_agent(theirs.agent_metadata)
             if remote != theirs.agent.encode():
                 raise TransferError(f"metadata of the NIXL agent {remote!r}, not of {theirs.agent!r}")
-            self._sink_blocks = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", *_blocks(region))
-            self._source_blocks = self._agent.prep_xfer_dlist(theirs.agent, *_blocks(theirs))
+            sink, source = _descriptors(region, theirs)
+            self._sink_blocks = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", sink, _memory_type(region))
+            self._source_blocks = self._agent.prep_xfer_dlist(theirs.agent, source, _memory_type(theirs))
         except nixl.errors as error:
             raise TransferError(f"NIXL cannot connect to {theirs.agent}: {_describe(error)}") from error
 
@@ -286,13 +294,18 @@ class _Link:
             handle = self._open[read] = self._agent.make_prepped_xfer(
                 "READ",
                 self._sink_blocks,
-                np.asarray(sink_blocks, dtype=np.int32),
+                self._indices(sink_blocks, self._region.num_blocks),
                 self._source_blocks,
-                np.asarray(source_blocks, dtype=np.int32),
+                self._indices(source_blocks, self._num_source_blocks),
             )
             return self._settle(read, handle, self._agent.transfer(handle))
         except self._nixl.errors as error:
             return _describe(error)
+
+    def _indices(self, block_ids: Sequence[int], num_blocks: int) -> Any:
+        """The descriptors of all pieces of these blocks: those of a piece of all blocks come one after another."""
+        firsts = num_blocks * np.arange(self._num_pieces, dtype=np.int32)
+        return (firsts[:, None] + np.asarray(block_ids, dtype=np.int32)).ravel()
 
     def poll(self) -> str | None:
         """Check the state of every open read. Returns what went wrong, if anything; the link must then be destroyed."""
@@ -373,7 +386,10 @@ class _Nixl:
                 agent = self._api.nixl_agent(name, config)
             if "UCX" not in agent.backends:
                 raise TransferError(f"nixl has no UCX plugin, only {agent.get_plugin_list()}")
-            memory = np.array([[region.address, region.num_bytes, region.device_id]], dtype=np.uint64)
+            memory = np.array(
+                [[part.address, part.block_bytes * region.num_blocks, part.device_id] for part in region.parts],
+                dtype=np.uint64,
+            )
             agent.register_memory(memory, _memory_type(region))
         except self.errors as error:
             raise TransferError(f"NIXL cannot start: {_describe(error)}") from error
@@ -388,13 +404,31 @@ def _memory_type(region: Region | _Metadata) -> str:
     return "VRAM" if region.device == "cuda" else "DRAM"
 
 
-def _blocks(region: Region | _Metadata) -> tuple[Any, str]:
-    """One descriptor per block, as NIXL's strided list: [address, bytes, device, stride, count]."""
-    block_bytes = region.block_bytes
-    strided = np.array(
-        [[region.address, block_bytes, region.device_id, block_bytes, region.num_blocks]], dtype=np.uint64
+def _descriptors(sink: Region, theirs: _Metadata) -> tuple[Any, Any]:
+    """The pieces of all blocks at both sides, a descriptor for each, as NIXL's strided lists: rows of [address, bytes,
+    device, stride, count]."""
+    source = list(starmap(Part, theirs.parts))
+    found = pieces(sink.parts, source)
+
+    def rows(parts: Sequence[Part], of: Iterable[tuple[int, Piece]], num_blocks: int) -> Any:
+        return np.array(
+            [
+                [
+                    parts[index].address + piece.start - parts[index].start,
+                    piece.stop - piece.start,
+                    parts[index].device_id,
+                    parts[index].block_bytes,
+                    num_blocks,
+                ]
+                for index, piece in of
+            ],
+            dtype=np.uint64,
+        )
+
+    return (
+        rows(sink.parts, ((each.sink, each) for each in found), sink.num_blocks),
+        rows(source, ((each.source, each) for each in found), theirs.num_blocks),
     )
-    return strided, _memory_type(region)
 
 
 def _describe(error: Exception) -> str:

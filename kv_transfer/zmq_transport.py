@@ -327,8 +327,7 @@ class _Link:
 
     def _copy(self, piece: _Piece, data: memoryview) -> None:
         for index, block_id in enumerate(piece.sink_blocks):
-            target = self._region.view(block_id)[piece.start : piece.start + piece.length]
-            target[:] = data[index * piece.length : (index + 1) * piece.length]
+            self._region.write(block_id, piece.start, data[index * piece.length : (index + 1) * piece.length])
         self._missing_bytes[piece.read] -= piece.num_bytes
         if self._missing_bytes[piece.read] == 0:
             del self._missing_bytes[piece.read]
@@ -409,7 +408,7 @@ class _Server:
         stop = request.start + request.length
         if stop > self._region.block_bytes or request.length * len(request.block_ids) > PIECE_BYTES:
             raise TransferError(f"bytes [{request.start}, {stop}) of {len(request.block_ids)} blocks")
-        return b"".join(self._region.view(block_id)[request.start : stop] for block_id in request.block_ids)
+        return b"".join(self._region.read(block_id, request.start, stop) for block_id in request.block_ids)
 
 
 def _pieces(read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int], block_bytes: int) -> Iterator[_Piece]:

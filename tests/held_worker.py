@@ -26,8 +26,8 @@ from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.clock import Pulse, monotonic
 from common.runtime.config import DecodeSettings, PrefillSettings
 from common.worker.shell import WorkerShell
+from common.worker.start import region_of
 from decode_worker.core import DecodeCore
-from kv_transfer.regions import Region
 from kv_transfer.transports import transport_maker
 from prefill_worker.core import PrefillCore
 
@@ -77,7 +77,7 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=held.layout)
     engine = Engine(EngineThread("engine"), held, fingerprint)  # type: ignore[arg-type]
     cache = held.cache
-    region = Region(address=cache.address, num_blocks=cache.num_blocks, block_bytes=cache.layout.block_bytes)
+    region = region_of(cache)
     maker = transport_maker("zmq", region, me, "127.0.0.1")
     server = ControlServer(me, monotonic, PULSE)
     port = server.bind("127.0.0.1", 0)

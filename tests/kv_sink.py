@@ -32,9 +32,9 @@ from common.engine.runner import ModelRunner, load_runner
 from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.clock import Pulse, monotonic
+from common.worker.start import region_of
 from kv_transfer.events import AddSource, StartRead
 from kv_transfer.mover import Mover
-from kv_transfer.regions import Region
 from kv_transfer.transport import ReadId
 from kv_transfer.transports import transport_maker
 
@@ -99,7 +99,7 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
     """Ask for the prompt, as a gateway; pull it, as a sink."""
     me, request = new_incarnation(), new_request_id()
     cache = runner.cache
-    region = Region(address=cache.address, num_blocks=cache.num_blocks, block_bytes=cache.layout.block_bytes)
+    region = region_of(cache)
     reads: dict[int, asyncio.Future[None]] = {}
 
     def on_read(read_id: ReadId, error: Exception | None) -> None:

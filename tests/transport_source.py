@@ -37,7 +37,9 @@ class Cache:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.blocks_NB = np.full((num_blocks, block_bytes), POISON, dtype=np.uint8)
-        self.region = Region(address=self.blocks_NB.ctypes.data, num_blocks=num_blocks, block_bytes=block_bytes)
+        self.region = Region.of_one_part(
+            address=self.blocks_NB.ctypes.data, num_blocks=num_blocks, block_bytes=block_bytes
+        )
 
     def fill(self, seed: int) -> None:
         """Write seeded bytes, none of them POISON."""

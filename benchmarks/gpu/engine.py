@@ -28,6 +28,7 @@ from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
 from common.engine.runner import ModelRunner, Submitted
+from common.engine.shard import WHOLE
 from common.engine.weights import Weights, _allocate, _targets
 
 BLOCK = 64
@@ -99,8 +100,8 @@ def make_runner(shape: PreTrainedConfig, *, graphs: bool) -> tuple[ModelRunner, 
 def random_weights(config: ModelConfig, device: torch.device) -> Weights:
     """Weights with the standard deviation of a newly initialised model; norms are 1."""
     torch.manual_seed(0)
-    weights = _allocate(config, torch.bfloat16, device, None)
-    for name, target in _targets(config, weights):
+    weights = _allocate(config, WHOLE, torch.bfloat16, device, None)
+    for name, target in _targets(config, WHOLE, weights):
         target.tensor.fill_(1.0) if "norm" in name else target.tensor.normal_(std=0.02)
     return weights
 

@@ -40,7 +40,7 @@ def run() -> Iterator[dict[str, Any]]:
 
 def region_of(memory: torch.Tensor, block_bytes: int) -> Region:
     """The whole memory as a region."""
-    return Region(
+    return Region.of_one_part(
         address=memory.data_ptr(),
         num_blocks=memory.numel() // block_bytes,
         block_bytes=block_bytes,

@@ -19,6 +19,7 @@ from common.contract.kv_layout import Fingerprint
 from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, Drafting, Sampled, Scored, Slice
 from common.engine.drafter import Drafter
 from common.engine.engine_thread import EngineThread
+from common.engine.ranks import GroupPlan
 from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
 from common.engine.time_rows import time_rows
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
@@ -149,7 +150,10 @@ class Engine:
             log.warning("the kernels have not been tested on a GPU")
             # Keep sums of many products in float32, however the rows of a product are cut into parts.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        num_threads = settings.num_threads or os.cpu_count() or 1
+        width = settings.tensor_parallel
+        if width > 1 and device != "cpu":
+            raise OperatorError("--tensor-parallel works on CPUs alone so far")
+        num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // width)
         if device == "cpu":
             torch.set_num_threads(num_threads)
         try:
@@ -169,6 +173,7 @@ class Engine:
                     progress=progress,
                     cpu_kernels=settings.cpu_kernels,
                     row_invariant=settings.row_invariant,
+                    group=GroupPlan(width=width, num_threads=num_threads, pulse=settings.pulse) if width > 1 else None,
                 )
                 if device == "cuda":
                     if graph_seqs:
@@ -272,6 +277,7 @@ class Engine:
         """End the threads once the steps in flight are over."""
         self._thread.close()
         self._waiter.close()
+        self.runner.close()
 
 
 def _load_draft_model(settings: WorkerSettings, draft_model: DraftCheckpoint, graph_seqs: int) -> ModelRunner:

@@ -151,7 +151,7 @@ class DecodeGraphs:
             num = min(len(chosen_N), len(self._chosen))
             self._chosen[:num] = chosen_N[:num]
         if num_begun := rows.arrays["begun_blocks"].size:
-            self._cache.clear(self._inputs[_BEGUN, :num_begun])
+            self._cache.begin(self._inputs[_BEGUN, :num_begun])
 
     def _room(self, size: int) -> Computed:
         """For what a graph of this size computes."""

@@ -18,7 +18,7 @@ import torch
 
 from common.contract.kv_layout import KVLayout
 from common.engine.batch import Slice
-from common.engine.kv_cache import TORCH_DTYPES, KVCache
+from common.engine.kv_cache import TORCH_DTYPES, CachePart, KVCache
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(destination, source)."""
@@ -84,14 +84,20 @@ class HostSwap:
     def swap_out(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of `cache` to slots: pairs (block, host slot). Runs after everything queued on the device
         before."""
-        self._copy(cache.blocks, self._slots, pairs)
+        for part in cache.parts:
+            self._copy(part.blocks, self._slots_of(part), pairs)
         self._read.update(block for block, _ in pairs)
 
     def swap_in(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slots to blocks of `cache`: pairs (host slot, block). Runs after everything queued on the device
         before."""
-        self._copy(self._slots, cache.blocks, pairs)
+        for part in cache.parts:
+            self._copy(self._slots_of(part), part.blocks, pairs)
         self._written.update(block for _, block in pairs)
+
+    def _slots_of(self, part: CachePart) -> torch.Tensor:
+        """The slots of the KV heads of a rank."""
+        return self._slots[:, part.heads.start : part.heads.stop]
 
     def _copy(self, source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         assert len({dst for _, dst in pairs}) == len(pairs), f"two blocks to one place: {pairs}"

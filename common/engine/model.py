@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from common.engine.backend import Backend
+from common.engine.group import Group
 from common.engine.kv_cache import KVCache
+from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Rope
@@ -22,8 +24,11 @@ Hidden = tuple[torch.Tensor, torch.Tensor | None]
 class Decoder:
     """A model, ready to compute. Holds no state of any sequence."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, group: Group | None = None) -> None:
+        """With a `group`, `weights` are this rank's part of them, and `config` is still that of the whole model."""
         self.config = config
+        self._own = config if group is None else group.shard.config(config)
+        self._group = group
         self._weights = weights
         self._rope = Rope(config.rope, config.head_dim, config.max_sequence_tokens, weights.final_norm.device)
 
@@ -33,9 +38,9 @@ class Decoder:
 
     def hidden(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> Hidden:
         """Compute the batch's tokens, and store their KV. Returns the hidden states before the final norm."""
-        config, eps = self.config, self.config.rms_norm_eps
-        cache.clear(batch.begun_blocks)
-        h_TE = self._weights.embed(batch.token_ids_T)
+        config, eps = self._own, self.config.rms_norm_eps
+        cache.begin(batch.begun_blocks)
+        h_TE = self._embed(batch.token_ids_T)
         angles = backend.angles(self._rope, batch.positions_T, h_TE.dtype)
         delta_TE: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
@@ -43,10 +48,27 @@ class Decoder:
             kv_layer = cache.layer(index)
             q_THD = backend.rotate_and_write(qkv_TF, kv_layer, batch, config.num_heads, layer.qk_norms, eps, angles)
             attended_THD = backend.attend(q_THD, kv_layer, batch, config.windows[index], config.head_dim**-0.5)
-            delta_TE = backend.project_onto(h_TE, attended_THD.flatten(1), layer.output)
+            delta_TE = self._project_onto(h_TE, attended_THD.flatten(1), layer.output, backend)
             gated_TF = backend.norm_gate(h_TE, delta_TE, layer.mlp_norm, eps, layer.gate_up)
-            delta_TE = backend.project_onto(h_TE, gated_TF, layer.down)
+            delta_TE = self._project_onto(h_TE, gated_TF, layer.down, backend)
         return h_TE, delta_TE
+
+    def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        group = self._group
+        if group is None:
+            return self._weights.embed(token_ids_T)
+        words = group.shard.of(self.config.vocab_size)
+        here_T = (token_ids_T >= words.start) & (token_ids_T < words.stop)
+        h_TE = self._weights.embed(torch.where(here_T, token_ids_T - words.start, 0))
+        return group.add(h_TE.masked_fill_(~here_T[:, None], 0))
+
+    def _project_onto(
+        self, h_TE: torch.Tensor, x_TF: torch.Tensor, linear: Linear, backend: Backend
+    ) -> torch.Tensor | None:
+        """See `Backend.project_onto`."""
+        if self._group is None:
+            return backend.project_onto(h_TE, x_TF, linear)
+        return self._group.add(linear(x_TF))
 
     def logits(self, hidden: Hidden, rows_R: torch.Tensor, backend: Backend) -> torch.Tensor:
         """The logits `[R, V]` of the batch's tokens `rows_R`."""
@@ -55,4 +77,5 @@ class Decoder:
             return h_TE.new_empty(0, self.config.vocab_size)
         delta_RE = None if delta_TE is None else delta_TE[rows_R]
         weights, eps = self._weights, self.config.rms_norm_eps
-        return backend.norm_project(h_TE[rows_R], delta_RE, weights.final_norm, eps, weights.lm_head)
+        logits_RV = backend.norm_project(h_TE[rows_R], delta_RE, weights.final_norm, eps, weights.lm_head)
+        return logits_RV if self._group is None else self._group.beside(logits_RV, self.config.vocab_size)

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -31,8 +32,11 @@ from common.engine.logprobs import Scores
 from common.engine.model import Decoder, Hidden
 from common.engine.model_config import ModelConfig
 from common.engine.native.backend import NativeBackend
+from common.engine.orders import LeadingDecoder
 from common.engine.ragged import Rows
+from common.engine.ranks import GroupPlan, Ranks
 from common.engine.sampler import ChosenOnDevice, choose
+from common.engine.shard import WHOLE
 from common.engine.warm_up import decode_batches, few_rows
 from common.engine.weights import Progress, load_weights, resolve_dtype
 from common.scheduling.costs import MIN_OBSERVED_TOKENS, Costs
@@ -101,8 +105,16 @@ class ModelRunner:
     """A loaded model with its KV cache and swap space. Not thread-safe: one engine thread calls it."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, swap: HostSwap, backend: Backend, grammars: Grammars | None = None
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        swap: HostSwap,
+        backend: Backend,
+        grammars: Grammars | None = None,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
+        self.close = close
+        """Ends the processes of other ranks, if there are any."""
         self._decoder = decoder
         self._cache = cache
         self._swap = swap
@@ -292,6 +304,7 @@ def load_runner(
     cpu_kernels: bool = True,
     row_invariant: bool = False,
     structured_output: bool = True,
+    group: GroupPlan | None = None,
 ) -> ModelRunner:
     """Load the checkpoint in `folder`, and allocate its KV cache and `swap_bytes` of host memory for swapped blocks.
 
@@ -300,7 +313,8 @@ def load_runner(
     "float16", and is that of the cache too. `progress` is called with (tensors loaded, tensors to load). `cpu_kernels`
     lets a CPU use the kernels in C, compiled if need be; with `row_invariant` they compute every product, so that a
     sequence's numbers have the same bits whatever is computed beside it. Without `structured_output` the model serves
-    no grammars. Raises `OperatorError` for whatever the operator must change.
+    no grammars. With a `group` this process is rank 0, and starts the other ranks. Raises `OperatorError` for whatever
+    the operator must change.
     """
     config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config, folder, dtype)
@@ -318,20 +332,35 @@ def load_runner(
             "--row-invariant needs a CPU and the kernels in C: a compiler (cc), --cpu-kernels, and a head dimension "
             f"that is a multiple of 8 up to 512, not {config.head_dim}"
         )
-    weights = load_weights(config, folder, dtype, on, progress, kernels, row_invariant)
-    if kv_cache_bytes is None:
-        free, _ = torch.cuda.mem_get_info(on)
-        kv_cache_bytes = max(0, free - gpu_reserve_bytes)
-        _require_a_block(kv_cache_bytes, layout, folder)
-    try:
-        cache = KVCache(layout, kv_cache_bytes // layout.block_bytes, on)
-        swap = HostSwap(layout, swap_bytes // layout.block_bytes, on)
-    except RuntimeError as error:
-        raise OperatorError(
-            f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
-        ) from error
-    grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids) if structured_output else None
-    return ModelRunner(Decoder(config, weights), cache, swap, _backend(on, kernels), grammars)
+    with ExitStack() as stack:
+        ranks, shard = None, WHOLE
+        if group is not None:
+            assert kv_cache_bytes is not None, "a GPU has no groups"
+            ranks = Ranks(group, config, folder, layout, kv_cache_bytes, in_c=kernels is not None, exact=row_invariant)
+            stack.callback(ranks.close)
+            shard = ranks.group.shard
+        weights = load_weights(config, folder, dtype, on, progress, kernels, row_invariant, shard)
+        if kv_cache_bytes is None:
+            free, _ = torch.cuda.mem_get_info(on)
+            kv_cache_bytes = max(0, free - gpu_reserve_bytes)
+            _require_a_block(kv_cache_bytes, layout, folder)
+        try:
+            if ranks is None:
+                cache = KVCache(layout, kv_cache_bytes // layout.block_bytes, on)
+            else:
+                cache = KVCache(layout, ranks.num_blocks, on, shard, ranks.cache_memory)
+            swap = HostSwap(layout, swap_bytes // layout.block_bytes, on)
+        except RuntimeError as error:
+            raise OperatorError(
+                f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
+            ) from error
+        grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids) if structured_output else None
+        if ranks is None:
+            decoder = Decoder(config, weights)
+        else:
+            ranks.wait()
+            decoder = LeadingDecoder(config, weights, ranks.group)
+        return ModelRunner(decoder, cache, swap, _backend(on, kernels), grammars, stack.pop_all().close)
 
 
 def _require_a_block(kv_cache_bytes: int, layout: KVLayout, folder: Path) -> None:

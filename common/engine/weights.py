@@ -22,6 +22,7 @@ from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
 from common.engine.native import Kernels
+from common.engine.shard import WHOLE, Shard
 from common.runtime.checkpoint import WEIGHT_FILES
 
 Progress = Callable[[int, int], None]
@@ -65,9 +66,13 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a tensor of a checkpoint fills: a tensor, often a part of a linear's."""
+    """What a tensor of a checkpoint, or a part of it, fills: a tensor, often a part of a linear's."""
 
     tensor: torch.Tensor
+    shape: tuple[int, ...]
+    """Shape of the checkpoint's tensor."""
+    part: tuple[range, ...]
+    """What is loaded of it, by axis."""
     linear: Linear | None = None
 
 
@@ -79,24 +84,25 @@ def load_weights(
     progress: Progress | None = None,
     kernels: Kernels | None = None,
     row_invariant: bool = False,
+    shard: Shard = WHOLE,
 ) -> Weights:
     """Load the checkpoint in `folder` as `dtype` (a key of `DTYPE_BYTES`). On a CPU, weights are packed for `kernels`,
-    if there are any; see `Linear` for `row_invariant`.
+    if there are any; see `Linear` for `row_invariant`. Of each tensor only the part of the `shard` is read.
 
     Raises `OperatorError`, naming tensors, if one is missing, unexpected or of the wrong shape, or a file is damaged.
     """
     files = {n: file for n, file in _files_by_tensor(folder).items() if not n.endswith("rotary_emb.inv_freq")}
     of_pair = [name for name in _PAIR if name in files]
     shared = config.tie_word_embeddings and len(of_pair) == 1
-    weights = _allocate(config, TORCH_DTYPES[dtype], device, kernels, row_invariant, shared=shared)
+    weights = _allocate(config, shard, TORCH_DTYPES[dtype], device, kernels, row_invariant, shared=shared)
     # As in transformers: if one of a tied pair is absent, the other stands for both.
     stands_for = dict.fromkeys(_PAIR, of_pair[0]) if shared else {}
-    targets = _by_tensor(_targets(config, weights), stands_for)
+    targets = _by_tensor(_targets(config, shard, weights), stands_for)
     _require_none(folder, "lacks", targets.keys() - files.keys())
     _require_none(folder, "has unexpected", files.keys() - targets.keys())
     missing = Counter(each.linear for of_name in targets.values() for each in of_name if each.linear is not None)
-    for done, (name, tensor) in enumerate(_tensors(files), start=1):
-        _fill(folder, name, tensor, targets[name])
+    for done, (name, stored) in enumerate(_tensors(files), start=1):
+        _fill(folder, name, stored, targets[name])
         # Nothing may refer to a loaded weight once it is packed: it would take its memory twice until the last one is.
         for linear in [each.linear for each in targets.pop(name) if each.linear is not None]:
             missing[linear] -= 1
@@ -104,6 +110,10 @@ def load_weights(
                 linear.pack()
         if progress is not None:
             progress(done, len(files))
+    if shard.rank:  # the sum over the ranks has each bias once
+        for bias in (linear.bias for layer in weights.layers for linear in (layer.output, layer.down)):
+            if bias is not None:
+                bias.zero_()
     return weights
 
 
@@ -115,14 +125,13 @@ def _by_tensor(targets: Iterable[tuple[str, _Target]], stands_for: Mapping[str, 
     return found
 
 
-def _fill(folder: Path, name: str, tensor: torch.Tensor, targets: list[_Target]) -> None:
+def _fill(folder: Path, name: str, stored: Any, targets: list[_Target]) -> None:
     for each in targets:
-        if tensor.shape != each.tensor.shape:
+        if (shape := tuple(stored.get_shape())) != each.shape:
             raise OperatorError(
-                f"{folder}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
-                f"{list(each.tensor.shape)}"
+                f"{folder}: tensor {name} has shape {list(shape)}, config.json asks for {list(each.shape)}"
             )
-        each.tensor.copy_(tensor)
+        each.tensor.copy_(stored[tuple(slice(part.start, part.stop) for part in each.part)])
 
 
 def resolve_dtype(config: ModelConfig, folder: Path, dtype: str) -> str:
@@ -137,15 +146,17 @@ def resolve_dtype(config: ModelConfig, folder: Path, dtype: str) -> str:
         return dtype
     if config.dtype is not None:
         return config.dtype
-    _, tensor = next(_tensors(_files_by_tensor(folder)))
-    stored = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}.get(tensor.dtype)
+    _, first = next(_tensors(_files_by_tensor(folder)))
+    type_of_first = first[:1].dtype
+    stored = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}.get(type_of_first)
     if stored is None:
-        raise OperatorError(f"{folder}: tensors of {tensor.dtype}; name the dtype to load them with")
+        raise OperatorError(f"{folder}: tensors of {type_of_first}; name the dtype to load them with")
     return stored
 
 
 def _allocate(
-    config: ModelConfig,
+    whole: ModelConfig,
+    shard: Shard,
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels | None,
@@ -153,8 +164,9 @@ def _allocate(
     *,
     shared: bool = False,
 ) -> Weights:
-    """Weights of the right shapes, uninitialised. If one tensor is `shared` by the embedding and the head, there is no
-    table of embeddings, unless the head's rows cannot be read."""
+    """Weights of the shard's shapes, uninitialised. If one tensor is `shared` by the embedding and the head, there is
+    no table of embeddings, unless the head's rows cannot be read."""
+    config, vocab_size = shard.config(whole), len(shard.of(whole.vocab_size))
 
     def vector(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype if kernels is None else torch.float32, device=device)
@@ -173,10 +185,10 @@ def _allocate(
 
     hidden, inner = config.hidden_size, config.intermediate_size
     q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    lm_head = projection(config.vocab_size, hidden)
+    lm_head = projection(vocab_size, hidden)
     has_table = not shared or lm_head.for_onednn
     return Weights(
-        embedding=torch.empty(config.vocab_size, hidden, dtype=dtype, device=device) if has_table else None,
+        embedding=torch.empty(vocab_size, hidden, dtype=dtype, device=device) if has_table else None,
         layers=tuple(
             LayerWeights(
                 input_norm=vector(hidden),
@@ -194,31 +206,46 @@ def _allocate(
     )
 
 
-def _targets(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, _Target]]:
+def _targets(config: ModelConfig, shard: Shard, weights: Weights) -> Iterator[tuple[str, _Target]]:
     """For each tensor of a checkpoint: its name, and what it fills."""
     table, lm_head = _PAIR
+    rows, hidden, dim = shard.of(config.vocab_size), config.hidden_size, config.head_dim
+    shape, words = (config.vocab_size, hidden), (rows, range(hidden))
     if weights.embedding is not None:
-        yield table, _Target(weights.embedding)
-    yield lm_head, _Target(weights.lm_head.weight, weights.lm_head)
-    yield "model.norm.weight", _Target(weights.final_norm)
-    q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        yield table, _Target(weights.embedding, shape, words)
+    yield lm_head, _Target(weights.lm_head.weight, shape, words, weights.lm_head)
+    yield "model.norm.weight", _all(weights.final_norm)
+    inner = (config.intermediate_size, shard.of(config.intermediate_size))
+    queries = (config.num_heads * dim, _times(shard.of(config.num_heads), dim))
+    keys = (config.num_kv_heads * dim, _times(shard.kv_heads(config.num_kv_heads), dim))
+    every = (hidden, range(hidden))
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
-        yield f"{prefix}.input_layernorm.weight", _Target(layer.input_norm)
-        yield f"{prefix}.post_attention_layernorm.weight", _Target(layer.mlp_norm)
+        yield f"{prefix}.input_layernorm.weight", _all(layer.input_norm)
+        yield f"{prefix}.post_attention_layernorm.weight", _all(layer.mlp_norm)
         if layer.qk_norms is not None:
             for name, norm in zip(("q_norm", "k_norm"), layer.qk_norms, strict=True):
-                yield f"{prefix}.self_attn.{name}.weight", _Target(norm)
-        for names, sizes, linear in (
-            (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q_out, kv_out, kv_out), layer.qkv),
-            (("self_attn.o_proj",), (config.hidden_size,), layer.output),
-            (("mlp.gate_proj", "mlp.up_proj"), (config.intermediate_size,) * 2, layer.gate_up),
-            (("mlp.down_proj",), (config.hidden_size,), layer.down),
+                yield f"{prefix}.self_attn.{name}.weight", _all(norm)
+        for named, inputs, linear in (
+            ({"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}, every, layer.qkv),
+            ({"self_attn.o_proj": every}, queries, layer.output),
+            ({"mlp.gate_proj": inner, "mlp.up_proj": inner}, every, layer.gate_up),
+            ({"mlp.down_proj": every}, inner, layer.down),
         ):
-            for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
-                if tensor is not None:
-                    for name, part in zip(names, torch.split(tensor, list(sizes)), strict=True):
-                        yield f"{prefix}.{name}.{kind}", _Target(part, linear)
+            sizes = [len(part) for _, part in named.values()]
+            for (name, (total, part)), tensor in zip(named.items(), torch.split(linear.weight, sizes), strict=True):
+                yield f"{prefix}.{name}.weight", _Target(tensor, (total, inputs[0]), (part, inputs[1]), linear)
+            if linear.bias is not None:
+                for (name, (total, part)), tensor in zip(named.items(), torch.split(linear.bias, sizes), strict=True):
+                    yield f"{prefix}.{name}.bias", _Target(tensor, (total,), (part,), linear)
+
+
+def _all(tensor: torch.Tensor) -> _Target:
+    return _Target(tensor, tuple(tensor.shape), tuple(map(range, tensor.shape)))
+
+
+def _times(part: range, num: int) -> range:
+    return range(part.start * num, part.stop * num)
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
@@ -252,15 +279,15 @@ def _is_hashed(name: str) -> bool:
     return Path(name).name == name and any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
 
 
-def _tensors(files: dict[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The name and the data of every tensor, file by file."""
+def _tensors(files: dict[str, Path]) -> Iterator[tuple[str, Any]]:
+    """The name of every tensor, and what reads parts of it, file by file."""
     for file in dict.fromkeys(files.values()):
         with _opened(file) as tensors:
             present = set(tensors.keys())
             for name in (name for name, of in files.items() if of == file):
                 if name not in present:
                     raise OperatorError(f"{file} lacks tensor {name}, which the index places there")
-                yield name, tensors.get_tensor(name)
+                yield name, tensors.get_slice(name)
 
 
 def _opened(file: Path) -> Any:

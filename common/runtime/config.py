@@ -141,7 +141,12 @@ class WorkerSettings(TierSettings):
         description="for float16 on a CPU with instructions for it: compute products with the kernels in C, so that an "
         "answer does not depend on the requests beside it",
     )
-    num_threads: int = Field(0, ge=0, le=1024, description="threads of the engine on a CPU (0: one for each core)")
+    num_threads: int = Field(
+        0, ge=0, le=1024, description="threads of the engine on a CPU, of each rank (0: one for each core, in all)"
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=16, description="ranks among which the model is divided, each a process (CPU only so far)"
+    )
     run_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan a step while the one before it runs: auto does on a GPU"
     )

@@ -50,14 +50,14 @@ def run(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
     uvloop.run(body())
 
 
-def end_with_parent(parent: int | None) -> None:
-    """Ask the kernel to send SIGTERM when `parent` dies, so that a killed supervisor leaves no orphan.
+def end_with_parent(parent: int | None, number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to send a signal when `parent` dies, so that a killed supervisor leaves no orphan.
 
     Does nothing if `parent` is None. Exits at once if `parent` has died already.
     """
     if parent is None:
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         sys.exit(EXIT_OPERATOR_ERROR)
 

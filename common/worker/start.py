@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.engine import Engine
+from common.engine.kv_cache import KVCache
 from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings
 from common.runtime.curve import CurveKeys
@@ -12,7 +13,7 @@ from common.runtime.peer_networks import PeerNetworks
 from common.runtime.ucx import guard_allocator, guard_route
 from common.runtime.worker_host import WorkerHost
 from common.worker.shell import Core, WorkerShell
-from kv_transfer.regions import Region
+from kv_transfer.regions import Part, Region
 from kv_transfer.transports import transport_maker
 
 
@@ -22,13 +23,7 @@ async def start_worker(
     """A worker whose transport is started. `settings.device` must not be "auto". Raises `OperatorError` or
     `TransferError`."""
     cache = engine.runner.cache
-    region = Region(
-        address=cache.address,
-        num_blocks=cache.num_blocks,
-        block_bytes=cache.layout.block_bytes,
-        device="cuda" if cache.device.type == "cuda" else "cpu",
-        device_id=cache.device.index or 0,
-    )
+    region = region_of(cache)
     guard_allocator(region.device)
     guard_route(settings, region.device)
     make_transport = transport_maker(
@@ -46,3 +41,18 @@ async def start_worker(
     worker = WorkerShell(core, settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()
     return worker
+
+
+def region_of(cache: KVCache) -> Region:
+    """The cache as addresses: every rank's part."""
+    head_bytes = cache.layout.block_bytes // cache.layout.num_kv_heads
+    device_id = cache.device.index or 0
+    return Region(
+        parts=tuple(
+            Part(part.address, part.heads.start * head_bytes, part.heads.stop * head_bytes, device_id)
+            for part in cache.parts
+        ),
+        num_blocks=cache.num_blocks,
+        block_bytes=cache.layout.block_bytes,
+        device="cuda" if cache.device.type == "cuda" else "cpu",
+    )

@@ -42,8 +42,7 @@ def works(stop_token: int) -> list[Generation]:
     ]
 
 
-@pytest.mark.parametrize("ahead", ["on", "off"])
-@pytest.mark.parametrize("room", ["enough", "little"])
+@pytest.mark.parametrize(("room", "ahead"), [("enough", "off"), ("little", "on")])
 async def test_drafts_change_nothing_that_clients_see(main_pool: Workers, pool: Pool, room: str, ahead: str) -> None:
     """With little room sequences are preempted all the time, and come back."""
     little = ("--kv-cache-bytes", str(40 * BLOCK_BYTES), "--memory-reserve", "-1")
@@ -86,8 +85,7 @@ def draft_model(kind: str, checkpoint: Callable[[str], Path], folder: Path) -> P
     return folder
 
 
-@pytest.mark.parametrize("room", ["enough", "little"])
-@pytest.mark.parametrize("kind", ["right", "wrong", "similar"])
+@pytest.mark.parametrize(("kind", "room"), [("right", "little"), ("wrong", "enough"), ("similar", "little")])
 async def test_what_a_draft_model_says_changes_nothing(
     main_pool: Workers, pool: Pool, checkpoint: Callable[[str], Path], tmp_path: Path, kind: str, room: str
 ) -> None:

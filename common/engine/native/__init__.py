@@ -26,7 +26,7 @@ from common.engine.host_memory import zeros_in_large_pages
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = ("crew.h", "pairs.h", "gates.h", "paired_attention.h")
+_HEADERS = ("crew.h", "pairs.h", "gates.h", "paired_attention.h", "group.h")
 _SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in _HEADERS))
 _FLAGS = (
     "-O2",
@@ -89,6 +89,12 @@ class Kernels:
         self._best = _function(library, "baton_best", [p, n, n, p, p, i], None)
         self._draw = _function(library, "baton_draw", [p, n, n, p, p, p, p, p, p, p, i], i)
         self._silu_mul = _function(library, "baton_silu_mul", [p, n, n, p, i], None)
+        self.group_add = _function(library, "baton_group_add", [p, p, n], i)
+        self.group_beside = _function(library, "baton_group_beside", [p, p, n, n, p], i)
+        self.group_tell = _function(library, "baton_group_tell", [p], None)
+        self.group_hear = _function(library, "baton_group_hear", [p, n], i)
+        self.group_end = _function(library, "baton_group_end", [p], None)
+        self.group_table_bytes = _function(library, "baton_group_table_bytes", [], n)()
 
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int

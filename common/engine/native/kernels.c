@@ -1177,3 +1177,5 @@ int baton_draw(const float *x, long T, long V, const float *best, const float *t
     struct draw a = {x, V, best, temperature, top_k, top_p, min_p, random, tokens};
     return share(T, threads, draw_row, &a);
 }
+
+#include "group.h"

@@ -1,0 +1,94 @@
+"""The group of ranks that are processes on one machine: they share memory. See `group.h`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from common.engine.native import Kernels
+from common.engine.shard import Shard
+
+MOST_RANKS = 16
+_ALIGNMENT = 64
+
+
+class GroupEndedError(Exception):
+    """Nobody is to wait for the other ranks any more: one of them is gone, or the worker ends."""
+
+
+class _Member(ctypes.Structure):
+    """`struct member`."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("rank", ctypes.c_long),
+        ("width", ctypes.c_long),
+        ("numbers", ctypes.c_long),
+    )
+
+
+class SharedGroup:
+    """A `Group` in shared memory. Used by one thread of each rank, but for `end`, which any thread may call."""
+
+    def __init__(self, kernels: Kernels, memory: torch.Tensor, shard: Shard, place_numbers: int, order_numbers: int):
+        """`memory` is that of the group, uint8, at first all zeros; see `memory_bytes` for the numbers."""
+        assert shard.width <= MOST_RANKS, shard
+        assert memory.numel() >= memory_bytes(kernels, shard.width, place_numbers, order_numbers)
+        self.shard = shard
+        self._kernels = kernels
+        self._memory = memory
+        self._table = memory.data_ptr()
+        self._place_numbers = place_numbers
+        self._member = _Member(self._table, shard.rank, shard.width, place_numbers)
+        self._me = ctypes.addressof(self._member)
+        orders = _places_end(kernels, shard.width, place_numbers)
+        self._order = memory[orders : orders + 8 * order_numbers].view(torch.int64)
+        self._num_orders = 0
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Group.add`. Sums are in float32."""
+        summed = x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
+        self._require(self._kernels.group_add(self._me, summed.data_ptr(), summed.numel()))
+        return summed.to(x.dtype)
+
+    def beside(self, x_RV: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """See `Group.beside`."""
+        part, num_rows = x_RV.float().contiguous(), x_RV.shape[0]
+        assert x_RV.shape[1] == len(self.shard.of(num_columns)) <= self._place_numbers
+        out = torch.empty(num_rows if self.shard.rank == 0 else 0, num_columns)
+        self._require(self._kernels.group_beside(self._me, part.data_ptr(), num_rows, num_columns, out.data_ptr()))
+        return out.to(x_RV.dtype)
+
+    def tell(self, order: torch.Tensor) -> None:
+        """Rank 0 gives an order, `[n]` int64. All must have read the last one, as those have who took a turn since."""
+        assert len(order) < len(self._order), "the order is too long"
+        self._order[0] = len(order)
+        self._order[1 : 1 + len(order)] = order
+        self._kernels.group_tell(self._table)
+
+    def hear(self) -> torch.Tensor:
+        """The next order; waits for it."""
+        self._num_orders += 1
+        self._require(self._kernels.group_hear(self._table, self._num_orders))
+        return self._order[1 : 1 + int(self._order[0])].clone()
+
+    def end(self) -> None:
+        """Let nobody wait any more: from now on whatever would wait raises `GroupEndedError`."""
+        self._kernels.group_end(self._table)
+
+    @staticmethod
+    def _require(ended: int) -> None:
+        if ended:
+            raise GroupEndedError
+
+
+def memory_bytes(kernels: Kernels, width: int, place_numbers: int, order_numbers: int) -> int:
+    """Bytes that a group shares. `place_numbers` are the numbers that a rank says at once, at least those of a row of
+    its logits; what is longer takes several turns. `order_numbers` are those of the longest order, and one more."""
+    return _places_end(kernels, width, place_numbers) + 8 * order_numbers
+
+
+def _places_end(kernels: Kernels, width: int, place_numbers: int) -> int:
+    end: int = kernels.group_table_bytes + width * 2 * 4 * place_numbers
+    return end + -end % _ALIGNMENT

@@ -1,0 +1,115 @@
+"""Workers of several ranks, beside workers of other widths: clients get what they get from workers of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import FAMILIES
+from stack import BLOCK_BYTES, Process, Workers, answer, generation, logprobs_of, prompt, until
+
+from common.engine.ranks import EXIT_RANK_LOST
+
+Pool = Callable[..., Workers]
+WIDTHS = (1, 2, 4)
+TRANSPORTS = ("nixl", "zmq")
+EVERY = [
+    (family, *pair, transport)
+    for family, pair, transport in itertools.product(FAMILIES, itertools.product(WIDTHS, repeat=2), TRANSPORTS)
+    if pair != (1, 1)
+]
+SOME = [("llama", 2, 1, "nixl"), ("qwen2", 1, 2, "zmq"), ("qwen3", 2, 4, "nixl"), ("mistral", 4, 2, "zmq")]
+"""Each family, each width at both sides, fewer, as many and more at the source, and both transports."""
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 3},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.9, "n": 2},
+    {"presence_penalty": 0.5, "repetition_penalty": 1.1},
+    {"grammar": "start: /([a-f]{3}-){20}/"},
+]
+WORKS = [
+    generation(prompt(10 * index + turn, 5 + 40 * index + 13 * turn), max_tokens=24, ignore_eos=True, **kind)
+    for index, kind in enumerate(KINDS)
+    for turn in range(3)
+]
+
+
+def ranks_of(process: Process) -> list[int]:
+    """The processes of a worker's other ranks."""
+    tasks = Path(f"/proc/{process.popen.pid}/task").iterdir()
+    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [pid for pid in found if b"common.engine.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("family", "prefill_width", "decode_width", "transport"),
+    [pytest.param(*each, marks=[] if each in SOME else pytest.mark.widths) for each in EVERY],
+)
+async def test_answers_are_those_of_workers_of_one_rank(
+    pool: Pool, checkpoint: Callable[[str], Path], family: str, prefill_width: int, decode_width: int, transport: str
+) -> None:
+    """In float32 the last bits differ, as sums are added in other places: no token does here. Sequences are preempted,
+    and prompts' beginnings pulled."""
+    plain = pool(f"{family}, one rank", family, options=("--checksums",))
+    async with plain.dispatcher() as dispatcher:
+        expected = await asyncio.gather(*(answer(dispatcher, work) for work in WORKS))
+    little = ("--kv-cache-bytes", str(40 * BLOCK_BYTES * decode_width), "--memory-reserve", "-1")
+    workers = Workers.start(
+        checkpoint(family),
+        options=("--checksums", "--transport", transport),
+        prefill_options=("--chunk-size", "64", "--tensor-parallel", str(prefill_width)),
+        decode_options=("--tensor-parallel", str(decode_width), *little),
+    )
+    try:
+        assert [len(ranks_of(each)) for each in workers.all] == [prefill_width - 1, decode_width - 1]
+        async with workers.dispatcher() as dispatcher:
+            for _ in range(2):
+                got = await asyncio.gather(*(answer(dispatcher, work) for work in WORKS))
+                for index, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+                    assert (ours.tokens, ours.reasons) == (theirs.tokens, theirs.reasons), index
+                    assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-3), index
+        [decode] = workers.decode
+        assert decode.metric("baton_transfer_bytes_total") > 0
+        workers.wait_for_baseline()
+    finally:
+        workers.signal()
+        workers.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
+    main_pool: Workers, checkpoint: Callable[[str], Path], role: str, number: signal.Signals
+) -> None:
+    works = [generation(prompt(index, 300), max_tokens=300, ignore_eos=True) for index in range(6)]
+    async with main_pool.dispatcher() as dispatcher:
+        expected = await asyncio.gather(*(answer(dispatcher, work) for work in works))
+    wide = ("--tensor-parallel", "2", "--checksums")
+    workers = Workers.start(
+        checkpoint("llama"), prefill=2, decode=2, options=wide, prefill_options=("--chunk-size", "64")
+    )
+    lost = (workers.prefill if role == "prefill" else workers.decode)[0]
+    [rank] = ranks_of(lost)
+    try:
+        async with workers.dispatcher(timeout_s=3.0) as dispatcher:
+            answers = [asyncio.create_task(answer(dispatcher, work)) for work in works]
+            name = "baton_prompt_tokens_computed_total" if role == "prefill" else "baton_tokens_generated_total"
+            await until(lambda: lost.metric(name) > 20, "it computes nothing")
+            os.kill(rank, number)
+            got = await asyncio.gather(*answers)
+        assert [each.tokens for each in got] == [each.tokens for each in expected]
+        assert await asyncio.to_thread(lost.popen.wait, 20) == EXIT_RANK_LOST
+        assert any("the worker ends" in line for line in lost.log), lost.log
+        assert not Path(f"/proc/{rank}").exists() or "Z" in Path(f"/proc/{rank}/stat").read_text()
+        lost.killed = True
+        workers.wait_for_baseline()
+    finally:
+        workers.signal()
+        workers.wait()

@@ -1,0 +1,198 @@
+"""Ranks of a worker in processes of their own: what rank 0 computes with them, and how all of them end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from needs import require
+
+from common.contract.errors import OperatorError
+from common.contract.messages.worker import TokenScores
+from common.contract.sampling import SamplingParams
+from common.engine import ranks
+from common.engine.batch import Sample, SampledToken, Slice
+from common.engine.orders import batch_of, batch_order
+from common.engine.ragged import Rows
+from common.engine.ranks import EXIT_RANK_LOST, GroupPlan
+from common.engine.runner import ModelRunner, load_runner
+from common.runtime.clock import Pulse
+
+BLOCK_SIZE = 8
+PROMPT = [7 * index % 380 for index in range(50)]
+ELSEWHERE = list(range(20, 30))
+
+
+def load(folder: Path, width: int, kv_cache_bytes: int = 2**20) -> ModelRunner:
+    plan = None if width == 1 else GroupPlan(width=width, num_threads=1, pulse=Pulse())
+    return load_runner(
+        folder, kv_cache_bytes=kv_cache_bytes, block_size=BLOCK_SIZE, dtype="float32", swap_bytes=2**18, group=plan
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require("compiler")
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRunner]]:
+    """A worker alone, and one of several ranks."""
+    alone, together = load(folder, 1), load(folder, request.param)
+    yield alone, together
+    together.close()
+
+
+def decoded(runner: ModelRunner, tokens: list[int], num: int, table: list[int], start: int = 0) -> list[int]:
+    """The next greedy tokens; those of `tokens` before `start` are in the cache."""
+    tokens = list(tokens)
+    params = SamplingParams(max_tokens=num, temperature=0.0)
+    for _ in range(num):
+        sample = Sample(params=params, choice=0, position=len(tokens), token_ids=tokens, prompt_len=len(PROMPT))
+        piece = Slice(token_ids=tokens[start:], start=start, block_table=table, samples=(sample,))
+        [[outcome]] = runner.step([piece])
+        assert isinstance(outcome, SampledToken)
+        start = len(tokens)
+        tokens.append(outcome.token_id)
+    return tokens
+
+
+def test_copies_and_swaps_concern_the_blocks_of_all_ranks(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    alone, together = pair
+    table = list(range(10))
+    expected = decoded(alone, PROMPT, 20, table)
+    assert decoded(together, PROMPT, 20, table) == expected
+    for block, other in zip(table, ELSEWHERE, strict=True):
+        together.copy_block(block, other)
+    start = len(PROMPT) + 10
+    assert decoded(together, expected[: start + 1], 9, ELSEWHERE, start) == expected
+    together.swap_out([(block, slot) for slot, block in enumerate(table)])
+    together.submit([])  # the swaps are over
+    together.cache.clear(torch.tensor(table))
+    assert decoded(together, expected[: start + 1], 9, table, start) != expected, "the blocks are empty"
+    together.swap_in([(slot, block) for slot, block in enumerate(table)])
+    assert decoded(together, expected[: start + 1], 9, table, start) == expected
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_a_worker_alone(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    found = []
+    for runner in pair:
+        piece = Slice(token_ids=PROMPT, start=0, block_table=ELSEWHERE, scored=PROMPT[1:], num_alternatives=3)
+        submitted = runner.submit([piece])
+        submitted.outcomes()
+        [scores] = submitted.scores()
+        assert isinstance(scores, TokenScores)
+        found.append(scores)
+    alone, together = found
+    assert together.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert len(together.logprobs) == len(PROMPT) - 1
+
+
+def test_a_batch_is_the_same_on_the_other_side() -> None:
+    sample = Sample(params=SamplingParams(max_tokens=1), choice=0, position=0, token_ids=(), prompt_len=0)
+    slices = [
+        Slice(token_ids=[5, 6, 7], start=6, block_table=[3, 1]),
+        Slice(token_ids=[9], start=20, block_table=[4, 2, 7], samples=(sample,)),
+    ]
+    batch = Rows.of(slices, BLOCK_SIZE).on(torch.device("cpu"))
+    other = batch_of(batch_order(batch))
+    for name in batch.__slots__:
+        ours, theirs = getattr(batch, name), getattr(other, name)
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, name
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_without_a_block_is_refused(folder: Path) -> None:
+    with pytest.raises(OperatorError, match=r"does not hold one block: 16384 bytes for 8 tokens at 4 ranks"):
+        load(folder, 4, kv_cache_bytes=10_000)
+
+
+def test_without_a_compiler_there_are_no_groups(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "compiled", lambda: None)
+    with pytest.raises(OperatorError, match="needs a C compiler"):
+        load(folder, 2)
+
+
+def test_a_rank_that_cannot_start_ends_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_start", lambda arguments: subprocess.Popen([sys.executable, "-c", "exit(7)"]))
+    with pytest.raises(OperatorError, match="rank 1 has ended with code 7"):
+        load(folder, 2)
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+WORKER = """
+import sys, time, torch
+from pathlib import Path
+sys.path.insert(0, "tests")
+from unit.test_ranks import PROMPT, decoded, load
+torch.set_num_threads(1)
+runner = load(Path(sys.argv[1]), 2)
+busy = sys.argv[2] == "busy"
+while True:
+    decoded(runner, PROMPT, 5, list(range(10)))
+    print("computed", flush=True)
+    time.sleep(0 if busy else 1000)
+"""
+
+
+def children(pid: int) -> list[int]:
+    """Processes of which `pid` is the parent."""
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or nobody has asked for its end yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture(params=["busy", "idle"])
+def worker(folder: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", WORKER, str(folder), request.param]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "computed\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_ends_when_a_rank_is_lost(worker: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Whether it computes or not; and nobody is left behind."""
+    [rank] = children(worker.pid)
+    os.kill(rank, number)
+    begin = time.monotonic()
+    for _ in worker.stdout or ():
+        pass
+    assert worker.wait(20) == EXIT_RANK_LOST
+    assert time.monotonic() - begin < 15
+    wait_for_end(rank)
+
+
+def test_ranks_end_with_their_worker(worker: subprocess.Popen[str]) -> None:
+    [rank] = children(worker.pid)
+    worker.kill()
+    wait_for_end(rank)
+
+
+def wait_for_end(rank: int) -> None:
+    deadline = time.monotonic() + 10
+    while not ended(rank):
+        assert time.monotonic() < deadline, "the rank is left behind"
+        time.sleep(0.02)
