@@ -59,7 +59,7 @@ class GroupPlan:
 
     width: int
     num_threads: int
-    """Of each rank."""
+    """Those of each rank."""
     pulse: Pulse
     """How often a rank counts, and without how long a pause."""
 

@@ -23,6 +23,7 @@ from common.runtime.setting_types import (
     Networks,
     Origins,
     Port,
+    Width,
     WorkerAddresses,
     address,
 )
@@ -144,8 +145,8 @@ class WorkerSettings(TierSettings):
     num_threads: int = Field(
         0, ge=0, le=1024, description="threads of the engine on a CPU, of each rank (0: one for each core, in all)"
     )
-    tensor_parallel: int = Field(
-        1, ge=1, le=16, description="ranks among which the model is divided, each a process (CPU only so far)"
+    tensor_parallel: Width = Field(
+        1, description="ranks among which the model is divided, each a process (on a CPU; not on a GPU yet)"
     )
     run_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan a step while the one before it runs: auto does on a GPU"
@@ -426,6 +427,8 @@ class ServeSettings(ProcessSettings):
     prefill: int = Field(1, ge=0, le=64, description="prefill workers; 0: decode workers compute the prompts too")
     decode: int = Field(1, ge=1, le=64, description="decode workers")
     latency: int = Field(0, ge=0, le=64, description="decode workers with --profile latency, besides those")
+    prefill_tp: Width = Field(1, description="ranks of each prefill worker: its --tensor-parallel")
+    decode_tp: Width = Field(1, description="ranks of each decode worker")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")

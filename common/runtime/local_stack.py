@@ -74,7 +74,8 @@ class LocalStack:
         admin_port = self._reserve("127.0.0.1", settings.admin_port, "the admin port ")
         pools = {"prefill": settings.prefill, "decode": settings.decode, "latency": settings.latency}
         workers = [(pool, index) for pool, number in pools.items() for index in range(number)]
-        threads = max(1, (os.cpu_count() or 1) // len(workers))
+        width_of = {"prefill": settings.prefill_tp, "decode": settings.decode_tp, "latency": settings.decode_tp}
+        threads = max(1, (os.cpu_count() or 1) // sum(width_of[pool] for pool, _ in workers))
         common = ["--model", settings.model, "--log-level", settings.log_level, "--log-format", settings.log_format]
         common += ["--heartbeat-interval-s", str(settings.heartbeat_interval_s)]
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
@@ -84,7 +85,8 @@ class LocalStack:
             role = "decode" if pool == "latency" else pool
             control, http = (self._reserve("127.0.0.1", 0) for _ in range(2))
             addresses[role].append(f"127.0.0.1:{control}")
-            options = ["--num-threads", str(threads), "--kv-cache-bytes", str(settings.kv_cache_bytes)]
+            options = ["--num-threads", str(threads), "--tensor-parallel", str(width_of[pool])]
+            options += ["--kv-cache-bytes", str(settings.kv_cache_bytes)]
             options += ["--dtype", settings.dtype, "--transport", settings.transport, "--device", settings.device]
             options += ["--host", "127.0.0.1", "--control-port", str(control), "--http-port", str(http)]
             # Said only of these: a variable may give the others a profile.

@@ -14,6 +14,8 @@ from common.contract.messages.fields import ADDRESS_PATTERN
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+Width = Annotated[int, Field(ge=1, le=16)]
+"""Ranks of a worker."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 

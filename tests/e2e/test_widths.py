@@ -83,8 +83,15 @@ async def test_answers_are_those_of_workers_of_one_rank(
         workers.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [
+        ("prefill", signal.SIGSTOP),
+        ("decode", signal.SIGKILL),
+        pytest.param("prefill", signal.SIGKILL, marks=pytest.mark.widths),
+        pytest.param("decode", signal.SIGSTOP, marks=pytest.mark.widths),
+    ],
+)
 async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
     main_pool: Workers, checkpoint: Callable[[str], Path], role: str, number: signal.Signals
 ) -> None:
