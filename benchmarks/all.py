@@ -57,6 +57,7 @@ MEASUREMENTS = (
     Measurement("benchmarks.speculation", 55),
     Measurement("benchmarks.speculation --systems fixed off --texts repeating misleading --turns 5", 8),
     Measurement("benchmarks.profiles", 25),
+    Measurement("benchmarks.widths", 8),
     Measurement("benchmarks.gpu compile --capability 90", 3),
     Measurement("benchmarks.floors --model 0.5b --dtype float32 --rounds 5", 10),
     Measurement("benchmarks.floors --model 0.5b --dtype bfloat16 --rounds 5", 10),

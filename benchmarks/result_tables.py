@@ -142,6 +142,42 @@ profiles = Table(
 )
 
 
+def _width_rows(figures: Figures) -> Iterator[Row]:
+    for each in figures["steps"]:
+        case = f"a step of {each['batch']}" if each["batch"] else "a prompt of 512 tokens"
+        summed = (each["add_s"] + each["beside_s"]) / each["two_threads"]["ours"]
+        yield {**each, "case": case, "summed": summed}
+
+
+widths_steps = Table(
+    """
+| model | | two ranks / one worker, two threads, ms | ratio | to one thread | sums and logits, % | orders, µs |
+| {model}, {dtype} | {case} | {two_threads[ours]:m.2f} / {two_threads[theirs]:m.2f} \
+| **{two_threads[ratio]:.2f}** ({two_threads[ratio_min]:.2f} to {two_threads[ratio_max]:.2f}) \
+| {one_thread[ratio]:.2f} | {summed:c.0f} | {tell_us:.0f} |
+""",
+    lambda figures: ({**each, "tell_us": 1e6 * each["tell_s"]} for each in _width_rows(figures)),
+)
+
+
+widths_pulls = Table(
+    """
+| ranks, source to sink | KiB of a block | GB/s, against 1 to 1 | ratio |
+| {source} to {sink} | {kib:.0f} | {ours:.2f} / {theirs:.2f} | **{ratio:.2f}** ({ratio_min:.2f} to {ratio_max:.2f}) |
+""",
+    lambda figures: (
+        {
+            **each,
+            **each["bytes_per_s"],
+            "kib": each["block_bytes"] / 1024,
+            "ours": 1e-9 * each["bytes_per_s"]["ours"],
+            "theirs": 1e-9 * each["bytes_per_s"]["theirs"],
+        }
+        for each in figures["pulls"]
+    ),
+)
+
+
 def _settings_rows(figures: Figures) -> Iterator[Row]:
     for form in dict.fromkeys(each["form"] for each in figures["runs"]):
         runs = [each for each in figures["runs"] if each["form"] == form]
@@ -450,6 +486,8 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "speculation-15m-float32": speculation,
     "speculation-15m-float32-fixed": fixed_drafts,
     "profiles-15m-float32": profiles,
+    "widths-steps": widths_steps,
+    "widths-pulls": widths_pulls,
     "versus-15m-bfloat16-fixed": versus,
     "versus-15m-float32-fixed": versus,
     "versus-15m-float32-fixed-avx2": versus,
