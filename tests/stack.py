@@ -197,6 +197,13 @@ class Process:
             self.log.append(line.rstrip())
 
 
+def ranks_of(process: Process) -> list[int]:
+    """The processes of a worker's other ranks."""
+    tasks = Path(f"/proc/{process.popen.pid}/task").iterdir()
+    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [pid for pid in found if b"common.engine.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 @dataclass
 class Workers:
     """Prefill and decode workers of one model."""

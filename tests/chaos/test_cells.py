@@ -19,7 +19,7 @@ from needs import needs
 from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avoided, generation, prompt, until
 
 from chaos.client import Outcome, ask
-from chaos.theatre import CHUNK, FAULTS, PULSE, Actor, Theatre, begun_anew_if_collapsed, theatre
+from chaos.theatre import CHUNK, FAULTS, PULSE, RANK_FAULTS, Actor, Theatre, begun_anew_if_collapsed, theatre
 from common.contract.errors import Cause
 from common.contract.messages.session import Role
 from gateway.dispatch.dispatcher import Dispatcher
@@ -45,7 +45,8 @@ pytestmark = needs("hosts")
 
 
 def _transports() -> list[Any]:
-    return [pytest.param("nixl"), *(pytest.param(wire, marks=pytest.mark.chaos) for wire in ("nixl-tcp", "zmq"))]
+    others = ("nixl-tcp", "zmq", "nixl-ranks")
+    return [pytest.param("nixl"), *(pytest.param(wire, marks=pytest.mark.chaos) for wire in others)]
 
 
 @pytest.fixture(scope="module", params=_transports())
@@ -154,7 +155,7 @@ async def happening(
 ) -> AsyncIterator[None]:
     """The fault, until the body is done; once gateways have noticed it, who waits at the gate goes on, if it can."""
     incarnation = registry.workers[victim.address].incarnation
-    befalls = FAULTS[fault]()
+    befalls = (FAULTS | RANK_FAULTS)[fault]()
     stage.befallen = True
     befalls.begin(victim)
     try:
@@ -162,7 +163,7 @@ async def happening(
             worker = registry.workers[victim.address]
             await until(lambda: worker.incarnation != incarnation, "the gateway does not notice")
         holder, name = gate
-        if holder is not victim or fault not in ("kill", "freeze"):
+        if holder is not victim or fault not in ("kill", "freeze", *RANK_FAULTS):
             holder.open(name)
         async with asyncio.timeout(60):
             yield
@@ -179,6 +180,17 @@ async def recovered(stage: Theatre, dispatcher: Dispatcher, registry: Registry) 
             stage.revive()
             dispatcher.links.tell(stage.d1.address, drain=False)
             await asyncio.sleep(0.1)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("stage", ["nixl-ranks"], indirect=True)
+@pytest.mark.parametrize("fault", RANK_FAULTS)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_the_stream_goes_on_without_a_rank(
+    stage: Theatre, references: References, fault: str, state: str, role: Role
+) -> None:
+    await test_the_stream_goes_on(stage=stage, references=references, fault=fault, state=state, role=role)
 
 
 @pytest.mark.parametrize(("fault", "state", "role"), cells())

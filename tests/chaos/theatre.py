@@ -17,10 +17,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from stack import BLOCK_SIZE, Process, Workers, until, wait_until
+from stack import BLOCK_SIZE, Process, Workers, ranks_of, until, wait_until
 
 from chaos.net import Host, hosts
 from common.contract.messages.session import Role
+from common.engine.ranks import EXIT_RANK_LOST
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 
@@ -230,11 +231,13 @@ def theatre(
     options: Sequence[str] = (),
     poison: Mapping[Role, int] | None = None,
 ) -> Iterator[Theatre]:
-    """Start the workers. `transport`: nixl (same host), nixl-tcp or zmq. `poison`: what kills those of a role."""
+    """Start the workers. `transport`: nixl (same host), nixl-tcp or zmq, or nixl-ranks: workers of two ranks. `poison`:
+    what kills those of a role."""
+    wide = ("--tensor-parallel", "2") if transport == "nixl-ranks" else ()
     wire = ("--transport", "zmq") if transport == "zmq" else ()
     env = {"UCX_TLS": "tcp"} if transport == "nixl-tcp" else {}
     bounds = ("--read-bound-s", "5")
-    common = ["--model", str(folder), "--num-threads", "1", "--checksums", *PULSE, *bounds, *wire, *options]
+    common = ["--model", str(folder), "--num-threads", "1", "--checksums", *PULSE, *bounds, *wire, *wide, *options]
     with ExitStack() as stack:
         actors = []
         for index, host in enumerate(stack.enter_context(hosts(4))):
@@ -301,6 +304,34 @@ class Freeze(Fault):
 
     def end(self, actor: Actor) -> None:
         actor.process.popen.send_signal(signal.SIGCONT)
+
+
+class LoseRank(Fault):
+    """A process of the worker's other ranks is lost, which ends the worker."""
+
+    number: signal.Signals
+
+    def begin(self, actor: Actor) -> None:
+        [rank] = ranks_of(actor.process)
+        actor.process.killed = True
+        os.kill(rank, self.number)
+
+    def end(self, actor: Actor) -> None:
+        assert actor.process.popen.wait(10) == EXIT_RANK_LOST
+
+
+class KillRank(LoseRank):
+    """kill -9."""
+
+    name = "kill-rank"
+    number = signal.SIGKILL
+
+
+class FreezeRank(LoseRank):
+    """SIGSTOP."""
+
+    name = "freeze-rank"
+    number = signal.SIGSTOP
 
 
 class Cut(Fault):
@@ -382,6 +413,8 @@ class Slow(Fault):
 FAULTS: dict[str, Callable[[], Fault]] = {
     fault.name: fault for fault in (Kill, Freeze, Cut, CutOut, CutIn, Assignment, Reset, Slow)
 }
+RANK_FAULTS: dict[str, Callable[[], Fault]] = {fault.name: fault for fault in (KillRank, FreezeRank)}
+"""Those of workers of two ranks."""
 
 
 async def lost(registry: Registry, address: str, incarnation: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from checkpoints import FAMILIES
-from stack import BLOCK_BYTES, Process, Workers, answer, generation, logprobs_of, prompt, until
+from stack import BLOCK_BYTES, Workers, answer, generation, logprobs_of, prompt, ranks_of, until
 
 from common.engine.ranks import EXIT_RANK_LOST
 
@@ -39,13 +39,6 @@ WORKS = [
     for index, kind in enumerate(KINDS)
     for turn in range(3)
 ]
-
-
-def ranks_of(process: Process) -> list[int]:
-    """The processes of a worker's other ranks."""
-    tasks = Path(f"/proc/{process.popen.pid}/task").iterdir()
-    found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return [pid for pid in found if b"common.engine.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize(
