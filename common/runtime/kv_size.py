@@ -17,6 +17,7 @@ from common.runtime.checkpoint import read_config, resolve_model
 from common.runtime.config import DEFAULTS_BY_DEVICE, DeviceType
 from common.runtime.lifecycle import exit_on_operator_error
 from common.runtime.options import load_options, with_prefix
+from common.runtime.setting_types import Width
 
 _PROGRAM = "baton kv-size"
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -32,15 +33,21 @@ class KVShape:
     dtype: str | None
     """Element type of the checkpoint; None if its configuration states none."""
 
-    def layout(self, block_size: int, dtype: str) -> KVLayout:
-        """Geometry of blocks of `block_size` tokens; `dtype` auto is the checkpoint's. Raises `OperatorError`."""
+    def layout(self, block_size: int, dtype: str, width: int = 1) -> KVLayout:
+        """Geometry of blocks of `block_size` tokens, or of what one of `width` ranks holds of them; `dtype` auto is the
+        checkpoint's. Raises `OperatorError`."""
+        if self.num_kv_heads % width and width % self.num_kv_heads:
+            raise OperatorError(
+                f"--tensor-parallel {width} neither divides the model's {self.num_kv_heads} KV heads nor is a multiple "
+                "of them"
+            )
         element = self.dtype if dtype == "auto" else dtype
         if element not in DTYPE_BYTES:
             stated = "none" if element is None else repr(element)
             raise OperatorError(f"the model's dtype is {stated}: choose one of {', '.join(DTYPE_BYTES)} by --dtype")
         return KVLayout(
             num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=max(1, self.num_kv_heads // width),
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=element,
@@ -79,7 +86,10 @@ class KVSizeSettings(BaseSettings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
     device: DeviceType = Field("cpu", description="device of the workers, by which their block size is")
     block_size: int = Field(0, ge=0, le=256, description="token slots in a KV block (0: 32 on a CPU, 64 on a GPU)")
-    kv_cache_bytes: int | None = Field(None, ge=1, description="bytes of a KV cache, to say how many tokens fit")
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="bytes of the KV cache of a worker, to say how many tokens fit"
+    )
+    tensor_parallel: Width = Field(1, description="ranks of a worker: the sizes are those of one rank")
 
     @property
     def block_slots(self) -> int:
@@ -140,10 +150,10 @@ def human(num_bytes: int) -> str:
 
 def size_of_model(name: str, settings: KVSizeSettings) -> str:
     """The figures of one model, one to a line."""
-    layout = find_shape(name).layout(settings.block_slots, settings.dtype)
+    layout = find_shape(name).layout(settings.block_slots, settings.dtype, settings.tensor_parallel)
     rows = [[label, human(num_bytes), f"{num_bytes} bytes"] for label, num_bytes in _sizes(layout, settings)]
     if settings.kv_cache_bytes is not None:
-        num_blocks = settings.kv_cache_bytes // layout.block_bytes
+        num_blocks = settings.kv_cache_bytes // (settings.tensor_parallel * layout.block_bytes)
         fitting = f"{num_blocks * layout.block_size} tokens"
         rows.append([f"fit into {human(settings.kv_cache_bytes)}", fitting, f"{num_blocks} blocks"])
     heads = f"{layout.num_kv_heads} KV heads of dimension {layout.head_dim}"
@@ -154,7 +164,7 @@ def table_of_known_models(settings: KVSizeSettings) -> str:
     """The same figures, one well-known model to a line."""
     rows = []
     for name, shape in KNOWN_SHAPES.items():
-        layout = shape.layout(settings.block_slots, settings.dtype)
+        layout = shape.layout(settings.block_slots, settings.dtype, settings.tensor_parallel)
         cells = {
             "model": name,
             "layers": f"{layout.num_layers}",
@@ -164,7 +174,7 @@ def table_of_known_models(settings: KVSizeSettings) -> str:
         }
         cells |= {label: human(num_bytes) for label, num_bytes in _sizes(layout, settings)}
         if settings.kv_cache_bytes is not None:
-            num_blocks = settings.kv_cache_bytes // layout.block_bytes
+            num_blocks = settings.kv_cache_bytes // (settings.tensor_parallel * layout.block_bytes)
             cells[f"fit into {human(settings.kv_cache_bytes)}"] = f"{num_blocks * layout.block_size} tokens"
         rows.append(cells)
     return _aligned([list(rows[0]), *(list(cells.values()) for cells in rows)])

@@ -123,6 +123,23 @@ def test_every_figure_of_one_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ("width", "block", "fitting"), [(2, "4 MiB", "4096"), (8, "1 MiB", "4096"), (16, "1 MiB", "2048")]
+)
+def test_a_rank_holds_its_heads_of_a_block(width: int, block: str, fitting: str) -> None:
+    """A copy of a head takes memory, too."""
+    told = size_of_model(
+        "llama-3-8b", load("--tensor-parallel", str(width), "--block-size", "64", "--kv-cache-bytes", str(2**29))
+    )
+    assert re.search(rf"per block of 64 +{block} ", told), told
+    assert re.search(rf"fit into 512 MiB +{fitting} tokens", told), told
+
+
+def test_heads_that_cannot_be_divided_are_named() -> None:
+    with pytest.raises(OperatorError, match="3 neither divides the model's 8 KV heads nor is a multiple of them"):
+        size_of_model("llama-3-8b", load("--tensor-parallel", "3"))
+
+
+@pytest.mark.parametrize(
     ("block_size", "kv_cache_bytes", "fitting"),
     [
         (16, 2**31, "4096 tokens"),
