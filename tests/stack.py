@@ -197,9 +197,9 @@ class Process:
             self.log.append(line.rstrip())
 
 
-def ranks_of(process: Process) -> list[int]:
-    """The processes of a worker's other ranks."""
-    tasks = Path(f"/proc/{process.popen.pid}/task").iterdir()
+def ranks_of(worker: int) -> list[int]:
+    """The processes of the other ranks of a worker."""
+    tasks = Path(f"/proc/{worker}/task").iterdir()
     found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     return [pid for pid in found if b"common.engine.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 

@@ -312,7 +312,7 @@ class LoseRank(Fault):
     number: signal.Signals
 
     def begin(self, actor: Actor) -> None:
-        [rank] = ranks_of(actor.process)
+        [rank] = ranks_of(actor.process.popen.pid)
         actor.process.killed = True
         os.kill(rank, self.number)
 

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from checkpoints import FAMILIES
-from stack import BLOCK_BYTES, Workers, answer, generation, logprobs_of, prompt, ranks_of, until
+from served import Stack
+from stack import BLOCK_BYTES, Workers, answer, generation, logprobs_of, prompt, ranks_of, until, wait_until
 
 from common.engine.ranks import EXIT_RANK_LOST
 
@@ -61,7 +63,7 @@ async def test_answers_are_those_of_workers_of_one_rank(
         decode_options=("--tensor-parallel", str(decode_width), *little),
     )
     try:
-        assert [len(ranks_of(each)) for each in workers.all] == [prefill_width - 1, decode_width - 1]
+        assert [len(ranks_of(each.popen.pid)) for each in workers.all] == [prefill_width - 1, decode_width - 1]
         async with workers.dispatcher() as dispatcher:
             for _ in range(2):
                 got = await asyncio.gather(*(answer(dispatcher, work) for work in WORKS))
@@ -96,7 +98,7 @@ async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
         checkpoint("llama"), prefill=2, decode=2, options=wide, prefill_options=("--chunk-size", "64")
     )
     lost = (workers.prefill if role == "prefill" else workers.decode)[0]
-    [rank] = ranks_of(lost)
+    [rank] = ranks_of(lost.popen.pid)
     try:
         async with workers.dispatcher(timeout_s=3.0) as dispatcher:
             answers = [asyncio.create_task(answer(dispatcher, work)) for work in works]
@@ -113,3 +115,23 @@ async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
     finally:
         workers.signal()
         workers.wait()
+
+
+async def test_the_local_stack_starts_ranks_and_leaves_none_behind() -> None:
+    body = {"messages": [{"role": "user", "content": "The code of Mira is 4817. What is the code of Mira?"}]}
+    with Stack("--prefill-tp", "2", "--decode-tp", "2") as stack:
+        assert stack.ready.startswith("ready"), stack.wait()
+        prefill, decode = stack.pid_of("prefill_worker"), stack.pid_of("decode_worker")
+        assert prefill is not None
+        assert decode is not None
+        ranks = [rank for pid in (prefill, decode) for rank in ranks_of(pid)]
+        assert len(ranks) == 2
+        async with aiohttp.ClientSession(stack.url) as session:
+            async with session.post("/v1/chat/completions", json={**body, "temperature": 0}) as response:
+                answered = await response.json()
+        assert answered["choices"][0]["message"]["content"].strip() == "4817"
+        code, log = stack.end(signal.SIGTERM)
+        assert code == 0, log
+        assert "Traceback" not in log, log
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), "a rank is left")
+        wait_until(lambda: set(os.listdir("/dev/shm")) <= stack.shared_memory, "shared memory is left")
