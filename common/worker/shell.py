@@ -26,7 +26,7 @@ from common.runtime.channel import ControlServer
 from common.runtime.clock import Clock
 from common.runtime.config import WorkerSettings
 from common.runtime.counting import step_tokens
-from common.runtime.probes import counter
+from common.runtime.probes import counter, gauge
 from common.scheduling.trials import NOTICE_S
 from common.worker.agenda import Inbox
 from common.worker.events import (
@@ -307,6 +307,7 @@ class WorkerShell:
             "phase": phase.value,
             "safe_to_delete": phase is Phase.DRAINED,
             "transport": self._settings.transport,
+            "ranks": self._settings.tensor_parallel,
             **self._transfers.mover.bandwidths.state(),
             **self.core.counts(),
         }
@@ -320,6 +321,7 @@ class WorkerShell:
         yield counter("baton_engine_steps", "Engine steps.", engine.num_steps)
         yield counter("baton_engine_busy_seconds", "Time in engine steps.", engine.busy_s)
         yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
+        yield gauge("baton_ranks", "Ranks of this worker.", self._settings.tensor_parallel)
         yield counter("baton_grammar_masks", "Masks made for texts that follow a grammar.", masks.num_made)
         yield counter("baton_grammar_masks_late", "Masks that a step has waited for in vain.", masks.num_late)
         yield counter("baton_grammars_given_up", "Texts that could not go on, by bound.", masks.given_up, "bound")

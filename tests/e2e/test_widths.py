@@ -64,6 +64,7 @@ async def test_answers_are_those_of_workers_of_one_rank(
     )
     try:
         assert [len(ranks_of(each.popen.pid)) for each in workers.all] == [prefill_width - 1, decode_width - 1]
+        assert [each.metric("baton_ranks") for each in workers.all] == [prefill_width, decode_width]
         async with workers.dispatcher() as dispatcher:
             for _ in range(2):
                 got = await asyncio.gather(*(answer(dispatcher, work) for work in WORKS))
