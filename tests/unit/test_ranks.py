@@ -185,6 +185,20 @@ def test_a_worker_ends_when_a_rank_is_lost(worker: subprocess.Popen[str], number
     wait_for_end(rank)
 
 
+def processor_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("worker", ["idle"], indirect=True)
+def test_a_group_without_work_is_idle(worker: subprocess.Popen[str]) -> None:
+    [rank] = children(worker.pid)
+    before = processor_s(rank) + processor_s(worker.pid)
+    time.sleep(2)
+    assert processor_s(rank) + processor_s(worker.pid) - before < 0.5, "somebody looks for work all the time"
+
+
 def test_ranks_end_with_their_worker(worker: subprocess.Popen[str]) -> None:
     [rank] = children(worker.pid)
     worker.kill()
