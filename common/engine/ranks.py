@@ -8,6 +8,7 @@ that is gone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -211,7 +212,11 @@ def _memory_file(name: str, num_bytes: int) -> int:
 
 
 def _mapped(file: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+    """The memory, in large pages if the system gives them to memory that is shared."""
+    mapped = mmap.mmap(file, os.fstat(file).st_size)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _group_bytes(kernels: Kernels, width: int, place_numbers: int) -> int:
