@@ -1,8 +1,9 @@
-"""Compare one packed pool of decode workers with two pools that have a profile each, on mixed tiers, at equal cores.
+"""Compare two pools of decode workers that have a profile each with one packed pool, on mixed tiers, at equal cores.
 
     python -m benchmarks.profiles --model 15m --dtype float32 --rounds 3
 
-`packed` has two decode workers with the profile throughput, `profiles` one of each; both compute the prompts there too
+`profiles` has a decode worker of each profile, of which the one for latency drafts by lookup; `packed` has two for
+throughput, which do not draft, and `drafting` two that do, where it pays. All compute the prompts there too
 (`--prefill 0`), so that all cores are these workers'. Requests of the tiers `interactive` and `standard` arrive in two
 Poisson processes that do not wait for answers; a mix is the share of the former. As in `benchmarks.goodput`, a request
 is good if its time to first token and the mean gap between its tokens are within the targets of its tier, and goodput
@@ -29,8 +30,13 @@ from benchmarks.local import local_stack
 from benchmarks.models import Model, model_with_texts
 from benchmarks.speculation import TEXTS
 
-SYSTEMS = {"packed": ["--decode", "2"], "profiles": ["--decode", "1", "--latency", "1"]}
-"""System → its pools."""
+SYSTEMS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "profiles": (["--decode", "1", "--latency", "1"], {}),
+    "packed": (["--decode", "2"], {}),
+    "drafting": (["--decode", "2"], {"BATON_SPECULATION": "lookup"}),
+}
+"""System → its pools, and further settings."""
+PACKED = ("packed", "drafting")
 TIERS = ("interactive", "standard")
 
 
@@ -41,7 +47,7 @@ def measure(
     dtype: str = "float32",
     texts: tuple[str, ...] = ("novel", "repeating"),
     mixes: Annotated[tuple[float, ...], "shares of interactive requests"] = (0.2, 0.5, 0.8),
-    rates: Annotated[tuple[float, ...], "requests per second of both tiers"] = (6, 12, 18, 24),
+    rates: Annotated[tuple[float, ...], "requests per second of both tiers"] = (12, 24, 36),
     interactive_ttft_s: float = 0.5,
     interactive_itl_s: float = 0.01,
     standard_ttft_s: float = 2.0,
@@ -51,7 +57,7 @@ def measure(
     input_tokens: int = 64,
     output_tokens: int = 128,
 ) -> Iterator[Result]:
-    """Start both systems, and let them take turns: all runs so far after each text, mix and rate."""
+    """Start all systems, and let them take turns: all runs so far after each text, mix and rate."""
     folder = model_with_texts(scratch, model)
     targets = {"interactive": (interactive_ttft_s, interactive_itl_s), "standard": (standard_ttft_s, standard_itl_s)}
     env = {
@@ -63,7 +69,10 @@ def measure(
     lengths = ["--workload", "fixed", "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
     done: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        urls = {name: stack.enter_context(local_stack([*options, *pools], env)).url for name, pools in SYSTEMS.items()}
+        urls = {
+            name: stack.enter_context(local_stack([*options, *pools], env | more)).url
+            for name, (pools, more) in SYSTEMS.items()
+        }
 
         def load(name: str, text: str, tier: str, rate: float, seed: int) -> dict[str, Any]:
             ttft_s, itl_s = targets[tier]
@@ -86,7 +95,8 @@ def measure(
                         figures = {tier: each.result() for tier, each in zip(TIERS, asked, strict=True)}
                         at = {"text": text, "mix": mix, "rate": rate, "turn": turn}
                         done.append({"system": name, **at, **figures})
-                print(text, mix, rate, *(each["goodput"] for each in ratios(done)[-len(TIERS) - 1 :]), flush=True)
+                for each in ratios(done)[-len(PACKED) :]:
+                    print(text, mix, rate, each["against"], each["goodput"], flush=True)
                 yield Result(
                     name=f"profiles-{model}-{dtype}",
                     figures={"break_even": break_even(ratios(done)), "ratios": ratios(done), "runs": done},
@@ -94,28 +104,30 @@ def measure(
 
 
 def ratios(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each text, mix, rate and tier, and both tiers together: goodput with two profiles against one packed pool."""
+    """For each text, mix, rate and tier, and both tiers together: goodput with two profiles against each of the packed
+    pools."""
     made = []
     for at in dict.fromkeys((each["text"], each["mix"], each["rate"]) for each in runs):
         of = [each for each in runs if (each["text"], each["mix"], each["rate"]) == at]
         turns = [{each["system"]: each for each in of if each["turn"] == turn} for turn in {e["turn"]: 0 for e in of}]
         for tiers in (*((tier,) for tier in TIERS), TIERS):
-            goodput = [(_goodput(systems["profiles"], tiers), _goodput(systems["packed"], tiers)) for systems in turns]
-            where = dict(zip(("text", "mix", "rate"), at, strict=True))
-            made.append({**where, "tier": " and ".join(tiers), "goodput": compared(goodput)})
+            for packed in PACKED:
+                goodput = [(_goodput(each["profiles"], tiers), _goodput(each[packed], tiers)) for each in turns]
+                where = dict(zip(("text", "mix", "rate"), at, strict=True))
+                made.append({**where, "tier": " and ".join(tiers), "against": packed, "goodput": compared(goodput)})
     return made
 
 
 def break_even(of: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each text and mix: the least rate, interpolated between those that were measured, from which on two profiles
-    have at least the goodput of one packed pool, over both tiers, at all higher ones; None if they have less at the
+    """For each text, mix and packed pool: the least rate, interpolated between those that were measured, from which on
+    two profiles have at least its goodput, over both tiers, at all higher ones; None if they have less at the
     highest one."""
     made = []
-    for text, mix in dict.fromkeys((each["text"], each["mix"]) for each in of):
+    for case in dict.fromkeys((each["text"], each["mix"], each["against"]) for each in of):
         points = sorted(
             (each["rate"], each["goodput"]["ours"] - each["goodput"]["theirs"])
             for each in of
-            if (each["text"], each["mix"], each["tier"]) == (text, mix, " and ".join(TIERS))
+            if (each["text"], each["mix"], each["against"]) == case and each["tier"] == " and ".join(TIERS)
         )
         rate, ahead = points[-1]
         least = rate if ahead >= 0 else None
@@ -126,7 +138,7 @@ def break_even(of: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 least = lower + (rate - lower) * gain / (gain - ahead)
                 break
             least, rate, ahead = lower, lower, gain
-        made.append({"text": text, "mix": mix, "rate": least})
+        made.append({**dict(zip(("text", "mix", "against"), case, strict=True)), "rate": least})
     return made
 
 

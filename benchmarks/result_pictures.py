@@ -108,7 +108,11 @@ def profiles_picture(run: Run, axis: Any) -> None:
     texts = list(dict.fromkeys(each["text"] for each in figures["ratios"]))
     for text, mix in dict.fromkeys((each["text"], each["mix"]) for each in figures["ratios"]):
         of = [each for each in figures["ratios"] if (each["text"], each["mix"]) == (text, mix)]
-        both = [each for each in of if each["tier"] == "interactive and standard" and each["goodput"]["ratio"]]
+        both = [
+            each
+            for each in of
+            if (each["tier"], each["against"]) == ("interactive and standard", "packed") and each["goodput"]["ratio"]
+        ]
         axis.plot(
             [each["rate"] for each in both],
             [each["goodput"]["ratio"] for each in both],

@@ -123,20 +123,26 @@ fixed_drafts = Table(
 
 def _profile_rows(figures: Figures) -> Iterator[Row]:
     """One row for the tiers of each text, mix and rate."""
-    by_tier: dict[tuple[Any, ...], dict[str, Row]] = {}
+    cases: dict[tuple[Any, ...], dict[tuple[str, str], Row]] = {}
     for each in figures["ratios"]:
-        by_tier.setdefault((each["text"], each["mix"], each["rate"]), {})[each["tier"]] = each["goodput"]
-    for (text, mix, rate), tiers in by_tier.items():
-        both = tiers["interactive and standard"]
-        ratio = "-" if both["ratio"] is None else "**{ratio:.2f}** ({ratio_min:.2f} to {ratio_max:.2f})".format(**both)
-        yield {"text": text, "mix": 100 * mix, "rate": rate, "both": both, "ratio": ratio, **tiers}
+        case = cases.setdefault((each["text"], each["mix"], each["rate"]), {})
+        case[each["against"], each["tier"]] = each["goodput"]
+    for (text, mix, rate), of in cases.items():
+        row = {"text": text, "mix": 100 * mix, "rate": rate}
+        for packed in ("packed", "drafting"):
+            both = of[packed, "interactive and standard"]
+            told = (
+                "-" if both["ratio"] is None else "**{ratio:.2f}** ({ratio_min:.2f} to {ratio_max:.2f})".format(**both)
+            )
+            row |= {packed: both, f"{packed}_ratio": told, "interactive": of["packed", "interactive"]}
+        yield row
 
 
 profiles = Table(
     """
-| text | interactive, % | requests/s | good requests/s | ratio | good interactive/s | good standard/s |
-| {text} | {mix:.0f} | {rate:g} | {both[ours]:.2f} / {both[theirs]:.2f} | {ratio} \
-| {interactive[ours]:.2f} / {interactive[theirs]:.2f} | {standard[ours]:.2f} / {standard[theirs]:.2f} |
+| text | interactive, % | requests/s | good requests/s | ratio | interactive ones | to a pool that drafts |
+| {text} | {mix:.0f} | {rate:g} | {packed[ours]:.2f} / {packed[theirs]:.2f} | {packed_ratio} \
+| {interactive[ours]:.2f} / {interactive[theirs]:.2f} | {drafting_ratio} |
 """,
     _profile_rows,
 )

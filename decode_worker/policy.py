@@ -25,6 +25,8 @@ class Policy:
     prefill_priority: bool = False
     step_target_s: float | None = None
     """Seconds between tokens that bound the batch; None: only `max_num_seqs` does. See `BatchBound`."""
+    runs_ahead: bool = False
+    """Whether a step may be planned while the one before it runs."""
     draft_tokens: int = 0
     """Drafted tokens of a sequence; 0: chosen in each step, see `Speculation.plan`."""
     memory_reserve: float = 0.05
@@ -45,6 +47,7 @@ class Policy:
             prefill_tokens=settings.prefill_tokens or None,
             prefill_priority=settings.prefill_priority,
             step_target_s=settings.interactive_itl_s if settings.profile is Profile.LATENCY else None,
+            runs_ahead=settings.runs_ahead(settings.device),
             draft_tokens=settings.draft_tokens,
             memory_reserve=settings.memory_reserve,
             num_host_blocks=num_host_blocks,

@@ -32,7 +32,6 @@ class RunningBatch:
         self._max_sequence_tokens = policy.max_sequence_tokens
         self._block_size = policy.block_size
         self._ageing_s = policy.ageing_s
-        self._most_aged = max(1, policy.max_num_seqs // AGED_SHARE)
         self._running: dict[DecodeChoice, Seniority] = {}
         self._ready: LazyHeap[DecodeChoice] = LazyHeap()
         self._ready_since: LazyHeap[DecodeChoice] = LazyHeap()
@@ -108,7 +107,7 @@ class RunningBatch:
         joined = []
         while (choice := self._ready.first()) is not None:
             oldest = aged(self._ready_since, now - self._ageing_s)
-            if oldest is not None and len(self._aged) < self._most_aged:
+            if oldest is not None and len(self._aged) < max(1, self._bound.num // AGED_SHARE):
                 if len(self._running) < self._bound.num or self._make_place(choice, now):
                     self._aged.add(oldest)
                     choice = oldest
@@ -202,7 +201,7 @@ class RunningBatch:
         assert not set(self._ready) & set(self._running)
         assert set(self._ready) == set(self._ready_since)
         assert self._aged <= set(self._running)
-        assert len(self._aged) <= self._most_aged
+        assert len(self._aged) <= max(1, self._bound.most // AGED_SHARE)
         for choice in self._running:
             assert choice.stage is ChoiceStage.RUNNING, choice.sequence
             assert self._due[choice] > self.step, choice.sequence

@@ -96,6 +96,8 @@ class Speculation:
         """Steps with drafts since the last one without."""
         self._num_plain = _OBSERVED - 1
         """Steps without drafts since the last one with some, or more; the first one after it counts."""
+        self._after_drafts = False
+        """Whether the last step had drafts, or work for the draft model."""
 
     def plan(self, decodes: Sequence[DecodeChoice], most: int) -> DraftPlan:
         """Choose what to draft for the next step of `decodes`, at most `most` tokens. No step may be in flight."""
@@ -148,11 +150,17 @@ class Speculation:
             draft[:] = token_ids[: len(draft)]
         self.model.done(work, drafted.seconds)
 
-    def observe(self, step: Step, seconds: float, plan_s: float = 0.0) -> None:
+    def observe(self, step: Step, seconds: float, plan_s: float | None = None) -> None:
         """Learn from what a step took, without the draft model, that did nothing but decode: with drafts from each,
-        else from some. It began `plan_s` after the end of the step before."""
+        else from some. It began `plan_s` after the end of the step before, if that is known.
+
+        If steps run ahead, one without drafts after one with some does not, and says nothing of those that do."""
+        late = not step.drafts and (self._after_drafts or step.draft_work is not None)
+        self._after_drafts = bool(step.drafts) or step.draft_work is not None
         self._num_plain = _OBSERVED - 1 if step.drafts else self._num_plain + 1
         if step.drafts or not self._num_plain % _OBSERVED:
+            if late and self._policy.runs_ahead:
+                plan_s = None
             self._times.observe(rows_of(step.decodes), _drafted_rows(step), seconds, plan_s)
 
     def _choose(self, decodes: Sequence[DecodeChoice], most: int, num_ahead: int) -> Drafts:
@@ -196,7 +204,7 @@ class Speculation:
         # A token that is drafted must bring at least its share of the step's tokens.
         least_looked_up = least_of_model = 0.0
         if not self._policy.draft_tokens:
-            least_looked_up = least_of_model = plain[0] * self._times.least_share(plain[0], most)
+            least_looked_up = least_of_model = plain[0] * self._times.least_share(plain, most)
             num = sum(each.num_behind > 0 for each in proposers)
             if num and self.model is not None:
                 least_of_model += plain[0] * self.model.times.step_s((num, 0)) / num / plain_s
@@ -208,11 +216,16 @@ class Speculation:
         chances = sorted(chances, key=_chance, reverse=True)[:most]
         best, taken = Drafts({}, frozenset(), plain[0], plain_s), chances[:0]
         best_rate = _MARGIN * plain[0] / plain_s
+        most_s = max(plain_s, self._policy.step_target_s or math.inf)
         for tokens in _by_passes(chances):
             yielded, costs = float(plain[0]), _Costs(plain, self._times, self.model)
+            drafting: set[DecodeChoice] = set()
             for num, token in enumerate(tokens, start=1):
                 yielded += token.chance
                 step_s = costs.with_token(token)
+                drafting.add(token.proposer.choice)
+                if step_s > most_s and len(drafting) < plain[0]:
+                    continue  # the others would get their one token too late
                 if yielded / step_s > best_rate or self._policy.draft_tokens:
                     best, best_rate = best._replace(expected=yielded, step_s=step_s), yielded / step_s
                     taken = tokens[:num]

@@ -27,6 +27,9 @@ from decode_worker.times import prompt_times_of
 from decode_worker.view import DecodeTotals
 from kv_transfer.pulls import Pulls
 
+_MOST_BETWEEN = 4.0
+"""Most time between steps that is learnt from, in durations of the step: a process that was stopped says nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
@@ -114,31 +117,34 @@ class DecodeSteps:
         if speculation is not None:
             speculation.drafted(step, ended.drafted)
             self._totals.draft_s += ended.drafted.seconds
+        before = self._totals.generated
         if planned.decoding is not None and ended.chosen is not None:
             self._decoded(step, planned.decoding, ended.chosen)
+        num_tokens = self._totals.generated - before
         sampled = dict(zip(map(id, step.chunks), ended.outcomes, strict=True))
         scored = dict(zip(map(id, step.chunks), ended.scores, strict=False))
         for chunk in self._scheduler.chunks_done(step.chunks):
             if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
                 self._computed(chunk.prompt, sampled[id(chunk)])
         self._answers.step_ended()
-        self._learn(step, ended.duration_s, ended.drafted.seconds)
+        self._learn(step, num_tokens, ended.duration_s, ended.drafted.seconds)
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._front.tell_cache()
 
-    def _learn(self, step: Step, duration_s: float, draft_s: float) -> None:
-        """Learn from what a step took: `duration_s`, of which the draft model `draft_s`, after the time between it and
-        the step before, which clients wait for, too."""
+    def _learn(self, step: Step, num_tokens: int, duration_s: float, draft_s: float) -> None:
+        """Learn from what a step took whose decodes got `num_tokens`: `duration_s`, of which the draft model `draft_s`,
+        after the time between it and the step before, which clients wait for, too."""
         now = self._agenda.now
-        plan_s = 0.0 if self._ended_at is None else max(0.0, now - self._ended_at - duration_s)
+        between_s = 0.0 if self._ended_at is None else max(0.0, now - self._ended_at - duration_s)
+        plan_s = min(between_s, _MOST_BETWEEN * duration_s)
         self._ended_at = now
         if step.decodes:
-            self._totals.step_ended(plan_s + duration_s)
+            self._totals.step_ended((plan_s + duration_s) * len(step.decodes) / max(num_tokens, len(step.decodes)))
         if step.copies or step.swap_outs or step.swap_ins:
             return
-        num_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
-        self._costs.observe_step(num_tokens, len(step.decodes), duration_s + (plan_s if step.decodes else 0.0))
+        num_prompt = sum(chunk.end - chunk.start for chunk in step.chunks)
+        self._costs.observe_step(num_prompt, len(step.decodes), duration_s + (plan_s if step.decodes else 0.0))
         if step.chunks or not step.decodes:
             return
         if self._scheduler.speculation is not None:

@@ -55,7 +55,7 @@ class DecodeTotals:
     sequence_s: float = field(default=0.0)
     """EWMA of a sequence's duration here, in seconds from its first token to its last."""
     itl_s: float = 0.0
-    """EWMA of the seconds from the end of a step to that of the next one in which sequences got tokens."""
+    """EWMA of the mean seconds between a sequence's tokens, over the steps in which sequences got some."""
 
     def verified(self, proposer: str, num_drafted: int, num_right: int) -> None:
         """A draft was verified; its first `num_right` tokens were right."""
@@ -64,9 +64,9 @@ class DecodeTotals:
         for place in range(num_right):
             self.accepted_at[proposer][place] += 1
 
-    def step_ended(self, took_s: float) -> None:
-        """A step has ended in which sequences got tokens, `took_s` after the step before."""
-        self.itl_s += (took_s - self.itl_s) * (_STEP_WEIGHT if self.itl_s else 1.0)
+    def step_ended(self, token_s: float) -> None:
+        """A step has ended in which sequences got tokens, one every `token_s` in the mean."""
+        self.itl_s += (token_s - self.itl_s) * (_STEP_WEIGHT if self.itl_s else 1.0)
 
     def sequence_ended(self, took_s: float) -> None:
         """A sequence has had its last token, `took_s` seconds after its first."""

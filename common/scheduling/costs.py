@@ -33,7 +33,7 @@ class Costs:
     step_s: float = 0.0
     """Fixed time of a step."""
     decode_s: float = 0.0
-    """Time of the last steps with decodes, beyond that of their prompt tokens."""
+    """Time of the last steps with decodes, and before them, beyond that of their prompt tokens."""
     swap_s_per_block: float = 1e-4
     """Time per block in one direction; infinite if there is no swap space."""
 

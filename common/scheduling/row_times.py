@@ -45,25 +45,28 @@ class RowTimes:
         more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
         return self.draft_plan_s + self.scale * (base_s + self.draft_scale * more_s)
 
-    def least_share(self, num_rows: int, most: int) -> float:
-        """The least that each of up to `most` drafted rows may add to a step, as a share of a step of `num_rows`."""
-        base_s = self._measured_s(num_rows, 0)
+    def least_share(self, plain: tuple[int, int], most: int) -> float:
+        """The least that each of up to `most` drafted rows may add to a step without drafts, as a share of it."""
+        num_rows, base_s = plain[0], self._measured_s(plain[0], 0)
         further = {1, most, *(rows - num_rows for rows in self.rows if num_rows < rows < num_rows + most)}
         row_s = min((self._measured_s(num_rows + num, 0) - base_s) / num for num in further)
-        return self.scale * self.draft_scale * row_s / (self.plan_s + self.scale * base_s)
+        return self.scale * self.draft_scale * row_s / self.step_s(plain)
 
-    def observe(self, plain: tuple[int, int], drafts: tuple[int, int], seconds: float, plan_s: float = 0.0) -> None:
-        """Move the estimates towards what a step took that did nothing else, `plan_s` after the step before. A step
-        without drafts moves `scale`, and one with drafts `draft_scale`."""
+    def observe(
+        self, plain: tuple[int, int], drafts: tuple[int, int], seconds: float, plan_s: float | None = None
+    ) -> None:
+        """Move the estimates towards what a step took that did nothing else, `plan_s` after the step before; None if
+        that says nothing. A step without drafts moves `scale`, and one with drafts `draft_scale`."""
         base_s = self._measured_s(*plain)
-        plan_s = min(plan_s, _MOST_SCALE * seconds)
         if not drafts[0]:
             self.scale = _moved(self.scale, seconds / base_s, _MOST_SCALE)
             self.draft_scale += _FORGETTING * (1 - self.draft_scale)
-            self.plan_s += _WEIGHT * (plan_s - self.plan_s)
+            if plan_s is not None:
+                self.plan_s += _WEIGHT * (plan_s - self.plan_s)
             self.draft_plan_s += _FORGETTING * (self.plan_s - self.draft_plan_s)
             return
-        self.draft_plan_s += _WEIGHT * (plan_s - self.draft_plan_s)
+        if plan_s is not None:
+            self.draft_plan_s += _WEIGHT * (plan_s - self.draft_plan_s)
         more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
         if more_s > 0:
             self.draft_scale = _moved(self.draft_scale, (seconds / self.scale - base_s) / more_s, _MOST_DRAFT_SCALE)

@@ -85,7 +85,7 @@ def draft_model(kind: str, checkpoint: Callable[[str], Path], folder: Path) -> P
     return folder
 
 
-@pytest.mark.parametrize(("kind", "room"), [("right", "little"), ("wrong", "enough"), ("similar", "little")])
+@pytest.mark.parametrize(("kind", "room"), [("right", "enough"), ("wrong", "little"), ("similar", "little")])
 async def test_what_a_draft_model_says_changes_nothing(
     main_pool: Workers, pool: Pool, checkpoint: Callable[[str], Path], tmp_path: Path, kind: str, room: str
 ) -> None:
@@ -163,10 +163,17 @@ async def test_predictions_change_nothing_but_the_number_of_steps(main_pool: Wor
 @pytest.mark.parametrize("proposer", ["lookup", "draft"])
 @pytest.mark.parametrize("fault", ["drain", "kill"])
 async def test_drafts_change_nothing_where_a_worker_goes_away(
-    main_pool: Workers, checkpoint: Callable[[str], Path], fault: str, proposer: str
+    main_pool: Workers, checkpoint: Callable[[str], Path], tmp_path: Path, fault: str, proposer: str
 ) -> None:
     """Its sequences move to another worker, or are computed again there; both draft."""
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "logit_bias": FEW}, {"presence_penalty": 0.2}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 3, "logit_bias": FEW},
+        {"presence_penalty": 0.2},
+        {"temperature": 1.0, "seed": 4, "n": 2, "logit_bias": FEW[:3]},
+        {"logprobs": 2},
+        {"grammar": "start: /([a-f]{3}-){150}/"},
+    ]
     asked = [
         generation(prompt(index, 40), max_tokens=700, ignore_eos=True, **kinds[index % len(kinds)])
         for index in range(6)
@@ -174,7 +181,7 @@ async def test_drafts_change_nothing_where_a_worker_goes_away(
     async with main_pool.dispatcher() as dispatcher:
         expected = await asyncio.gather(*(answer(dispatcher, work) for work in asked))
     drafts = ["--speculation", proposer, "--draft-tokens", "4"]
-    drafts += ["--draft-model", str(checkpoint("llama"))] if proposer == "draft" else []
+    drafts += ["--draft-model", str(draft_model("similar", checkpoint, tmp_path))] if proposer == "draft" else []
     workers = Workers.start(checkpoint("llama"), decode=2, options=("--checksums",), decode_options=drafts)
     leaving, staying = workers.decode
 

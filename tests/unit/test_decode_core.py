@@ -97,6 +97,13 @@ def test_the_time_between_steps_counts_as_time_between_tokens_unless_nothing_was
         driven.step(0.015)
     assert driven.core.totals.itl_s == pytest.approx(0.015)
     assert driven.core.engine.costs.decode_s > 0.01
+    driven.core.totals.itl_s = 0.015
+    driven.ask("stopped", range(BLOCK_SIZE + 1), max_tokens=3)
+    driven.step(0.015)
+    driven.step(60.0)
+    driven.step(0.015)
+    assert driven.core.totals.itl_s < 0.02, "a process that was stopped counts as four steps more, once"
+    driven.core.totals.itl_s = 0.015
     assert driven.plan() is None
     driven.now += 60.0
     driven.ask("second", range(BLOCK_SIZE + 1), max_tokens=9)
@@ -104,3 +111,15 @@ def test_the_time_between_steps_counts_as_time_between_tokens_unless_nothing_was
     for _ in range(8):
         driven.step(0.015)
     assert driven.core.totals.itl_s == pytest.approx(0.015), "nobody has waited for the minute without requests"
+
+
+def test_a_step_in_which_drafts_came_true_has_shorter_gaps() -> None:
+    driven = Driven(num_blocks=64)
+    driven.ask("first", range(BLOCK_SIZE + 1), max_tokens=9)
+    driven.step(0.01)
+    driven.step(0.01)
+    compute = driven.plan()
+    assert compute is not None
+    before = driven.core.totals.itl_s
+    driven.core.steps._learn(compute.work.step.step, 4, 0.02, 0.0)
+    assert driven.core.totals.itl_s == pytest.approx(0.9 * before + 0.1 * 0.02 / 4)

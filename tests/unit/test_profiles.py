@@ -250,6 +250,20 @@ def test_of_higher_tiers_a_place_is_taken_within_the_bound() -> None:
     assert bench.scheduler.batch.num_running == num_running
 
 
+def test_those_that_have_waited_long_get_their_share_of_the_bound() -> None:
+    """Not of the places that the setting allows: those of higher tiers would get none."""
+    bench = Bench(4000, memory_reserve=EAGER, max_num_seqs=64, step_target_s=0.02, ageing_s=1.0)
+    bench.scheduler = DecodeScheduler(bench.pool, bench.policy, bench.scheduler.prompts._costs, None, TIMES)
+    for index in range(6):
+        bench.enter(request(f"batch {index}", 20, tier=BATCH))
+    bench.now += 10.0
+    bench.step()
+    assert 1 < bench.scheduler.bound.num < 8
+    assert len(bench.scheduler.batch._aged) == 1
+    urgent = [bench.enter(request(f"urgent {index}", 20, tier=INTERACTIVE))[0] for index in range(2)]
+    assert set(urgent) <= set(bench.step().decodes)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -18,17 +18,19 @@ def runs(gains: dict[float, float]) -> list[dict[str, Any]]:
             "mix": 0.5,
             "rate": rate,
             "turn": turn,
-            "interactive": {"goodput": 4.0 + turn + gain * (system == "profiles")},
+            "interactive": {"goodput": 4.0 + turn + gain * (system == "profiles") + 9.0 * (system == "drafting")},
             "standard": {"goodput": 4.0},
         }
         for rate, gain in gains.items()
         for turn in range(3)
-        for system in ("packed", "profiles")
+        for system in ("packed", "drafting", "profiles")
     ]
 
 
 def test_goodput_is_compared_by_tier_and_over_both() -> None:
-    made = {each["tier"]: each["goodput"] for each in ratios(runs({6.0: 1.0}))}
+    of = ratios(runs({6.0: 1.0}))
+    assert [each["goodput"]["theirs"] for each in of if each["against"] == "drafting"] == [14.0, 4.0, 18.0]
+    made = {each["tier"]: each["goodput"] for each in of if each["against"] == "packed"}
     assert made["interactive"]["ours"] == 6.0
     assert made["interactive"]["ratio"] == pytest.approx(6 / 5)
     assert made["standard"]["ratio"] == 1.0
@@ -48,5 +50,6 @@ def test_goodput_is_compared_by_tier_and_over_both() -> None:
 def test_the_break_even_lies_where_the_gain_crosses_zero_for_good(
     gains: dict[float, float], expected: float | None
 ) -> None:
-    [made] = break_even(ratios(runs(gains)))
-    assert (made["text"], made["mix"], made["rate"]) == ("novel", 0.5, expected)
+    made, drafting = break_even(ratios(runs(gains)))
+    assert (made["text"], made["mix"], made["against"], made["rate"]) == ("novel", 0.5, "packed", expected)
+    assert (drafting["against"], drafting["rate"]) == ("drafting", None)

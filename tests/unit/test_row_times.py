@@ -73,13 +73,19 @@ def test_time_between_steps_is_part_of_each_and_that_before_drafts_is_told_apart
         learnt.observe((2, 0), (0, 0), 12.0, 1.0)
     assert before > 37.5
     assert learnt.step_s((2, 0), (6, 0)) == pytest.approx(37.0, abs=0.01), "what nothing would correct is forgotten"
-    assert learnt.least_share(2, 6) == pytest.approx(4.0 / 13.0)
+    assert learnt.least_share((2, 0), 6) == pytest.approx(4.0 / 13.0)
+    assert learnt.least_share((2, 14), 6) == pytest.approx(4.0 / 20.0), "a step that reads more is longer"
 
 
-def test_a_process_that_was_stopped_between_steps_counts_little() -> None:
+def test_of_an_unknown_time_between_steps_nothing_is_learnt() -> None:
     learnt = times()
-    learnt.observe((2, 0), (0, 0), 12.0, 1e6)
-    assert learnt.plan_s == pytest.approx(0.1 * 4 * 12.0)
+    learnt.observe((2, 0), (0, 0), 12.0, 1.0)
+    learnt.observe((2, 0), (6, 0), 36.0, 4.0)
+    before = learnt.plan_s, learnt.draft_plan_s
+    learnt.observe((2, 0), (6, 0), 36.0)
+    assert (learnt.plan_s, learnt.draft_plan_s) == before
+    learnt.observe((2, 0), (0, 0), 12.0)
+    assert learnt.plan_s == before[0]
 
 
 class Clock:

@@ -146,6 +146,44 @@ def test_steps_with_drafts_are_learnt_from_and_some_without() -> None:
     assert [index for index, each in enumerate(seen) if each] == [0, 8, 16, 17, 18]
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_after_drafts_says_nothing_of_those_that_are_planned_ahead(runs_ahead: bool) -> None:
+    """Of which the time before it is close to nothing. If none is planned ahead, it is as good as any."""
+    learnt = RowTimes(rows=(1, 1000), seconds=(1.0, 1.01))
+    bench, speculation = speculating(learnt, runs_ahead=runs_ahead)
+    choice = running(bench, "repeating", REPEATING)
+    plain, drafting = Step(decodes=[choice]), Step(decodes=[choice], drafts={choice: [5]})
+    for _ in range(400):
+        speculation.observe(plain, 1.0, 0.0)
+    for _ in range(100):
+        speculation.observe(drafting, 1.0, 0.5)
+        speculation.observe(plain, 1.0, 0.5)
+    assert learnt.plan_s == (0.0 if runs_ahead else pytest.approx(0.5, abs=0.01))
+    assert learnt.step_s((1, 0), (1, 0)) - learnt.step_s((1, 0)) > (0.25 if runs_ahead else -0.01)
+
+
+@pytest.mark.parametrize(("plan_s", "drafts"), [(0.0, True), (1.5, True), (1.8, False)])
+def test_that_no_step_runs_ahead_of_drafts_is_part_of_their_price(plan_s: float, drafts: bool) -> None:
+    """The three drafted tokens are worth 1.73 tokens, as long as a step with them takes less than 2.65 plain ones."""
+    times = RowTimes(rows=(1, 1000), seconds=(1.0, 1.01), draft_plan_s=plan_s)
+    bench, speculation = speculating(times)
+    choice = running(bench, "repeating", REPEATING)
+    speculation._lookup(choice).acceptance = 0.75
+    assert bool(speculation.plan([choice], 3).tokens) == drafts
+
+
+def test_whoever_is_beside_drafts_gets_its_token_within_the_target() -> None:
+    """Where a step has a target; those that draft get several tokens in a longer step."""
+    times = RowTimes(rows=(1, 101), seconds=(1.0, 2.0))
+    bench, _ = speculating(times, step_target_s=1.03)
+    one = running(bench, "repeating", REPEATING)
+    assert len(bench.begin_step().drafts[one]) == 3, "it is alone"
+    bench, _ = speculating(times, step_target_s=1.03)
+    one = running(bench, "repeating", REPEATING)
+    running(bench, "plain", [11, 12, 13, 14])
+    assert len(bench.begin_step().drafts[one]) == 2
+
+
 def test_few_texts_are_read_in_a_step() -> None:
     bench, _ = speculating()
     for index in range(6):
