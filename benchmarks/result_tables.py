@@ -157,7 +157,7 @@ def _width_rows(figures: Figures) -> Iterator[Row]:
 
 widths_steps = Table(
     """
-| model | | two ranks / one worker, two threads, ms | ratio | to one thread | sums and logits, % | orders, µs |
+| model | case | two ranks / one worker, two threads, ms | ratio | to one thread | sums and logits, % | orders, µs |
 | {model}, {dtype} | {case} | {two_threads[ours]:m.2f} / {two_threads[theirs]:m.2f} \
 | **{two_threads[ratio]:.2f}** ({two_threads[ratio_min]:.2f} to {two_threads[ratio_max]:.2f}) \
 | {one_thread[ratio]:.2f} | {summed:c.0f} | {tell_us:.0f} |

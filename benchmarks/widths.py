@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -206,11 +206,14 @@ def pulls_of(pairs: Sequence[tuple[int, int]], block_bytes: int, rounds: int) ->
     """A row for each pair of widths but the first, to which the others are compared."""
     os.environ.setdefault("UCX_TLS", "self,sm,tcp")
     taken: dict[tuple[int, int], list[float]] = {pair: [] for pair in pairs}
-    for turn in range(-1, rounds):  # the first warms up
-        for pair in sorted(taken, reverse=bool(turn % 2)):
-            seconds = pull_s(*pair, block_bytes)
-            if turn >= 0:
-                taken[pair].append(seconds)
+    with ExitStack() as stack:
+        widths = sorted({source for source, _ in pairs})
+        sources = {width: stack.enter_context(source_of(width, block_bytes)) for width in widths}
+        for turn in range(-1, rounds):  # the first warms up
+            for source, sink in sorted(taken, reverse=bool(turn % 2)):
+                seconds = pull_s(*sources[source], sink, block_bytes)
+                if turn >= 0:
+                    taken[source, sink].append(seconds)
     equal = taken[pairs[0]]
     rate = NUM_READ * block_bytes
     return [
@@ -225,9 +228,9 @@ def pulls_of(pairs: Sequence[tuple[int, int]], block_bytes: int, rounds: int) ->
     ]
 
 
-def pull_s(source_width: int, sink_width: int, block_bytes: int) -> float:
-    """Median seconds of some reads."""
-    with source_of(source_width, block_bytes) as (source, metadata), cache_of(sink_width, block_bytes, 0) as region:
+def pull_s(source: Incarnation, metadata: bytes, width: int, block_bytes: int) -> float:
+    """Median seconds of some reads by a worker of this many ranks."""
+    with cache_of(width, block_bytes, 0) as region:
         transport = NixlTransport(region, new_incarnation())
         transport.add_source(source, metadata)
         order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()

@@ -1,13 +1,12 @@
-"""What rank 0 of a group tells the others to compute: one array of numbers for each order. Ranks run no scheduler.
-
-Shapes: n numbers; others as in `common.engine.ragged`.
-"""
+"""What rank 0 of a group tells the others to compute: an array of numbers for each order. Ranks run no scheduler."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from common.engine.backend import Backend
+from common.engine.batch import Ints
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder, Hidden
 from common.engine.native.group import SharedGroup
@@ -29,7 +28,7 @@ class LeadingDecoder(Decoder):
     def logits(self, hidden: Hidden, rows_R: torch.Tensor, backend: Backend) -> torch.Tensor:
         """See `Decoder.logits`."""
         if rows_R.numel():
-            self._group.tell(torch.cat((torch.tensor([_LOGITS]), rows_R)))
+            self._group.tell((np.array([_LOGITS]), rows_R.numpy()))
         return super().logits(hidden, rows_R, backend)
 
 
@@ -42,36 +41,34 @@ def follow(decoder: Decoder, cache: KVCache, backend: Backend, group: SharedGrou
             hidden = decoder.hidden(batch_of(order), cache, backend)
         else:
             assert hidden is not None, "logits of nothing"
-            decoder.logits(hidden, order[1:], backend)
+            decoder.logits(hidden, torch.from_numpy(order[1:]), backend)
 
 
-def batch_order(batch: RaggedBatch) -> torch.Tensor:
-    """The order to compute a batch, `[n]` int64."""
+def batch_order(batch: RaggedBatch) -> list[Ints]:
+    """The order to compute a batch, in parts."""
     num_slices, num_blocks = batch.block_tables_BM.shape
     sizes = (batch.num_tokens, num_slices, num_blocks, batch.begun_blocks.numel(), batch.logit_rows_R.numel())
-    return torch.cat(
-        (
-            torch.tensor((_BATCH, batch.block_size, *sizes)),
-            batch.token_ids_T,
-            batch.positions_T,
-            batch.slot_blocks_T,
-            batch.slot_offsets_T,
-            batch.begun_blocks,
-            batch.query_start_B1,
-            batch.seq_lens_B,
-            batch.block_tables_BM.flatten(),
-            batch.logit_rows_R,
-        )
+    tensors = (
+        batch.token_ids_T,
+        batch.positions_T,
+        batch.slot_blocks_T,
+        batch.slot_offsets_T,
+        batch.begun_blocks,
+        batch.query_start_B1,
+        batch.seq_lens_B,
+        batch.block_tables_BM,
+        batch.logit_rows_R,
     )
+    return [np.array((_BATCH, batch.block_size, *sizes)), *(each.numpy() for each in tensors)]
 
 
-def batch_of(order: torch.Tensor) -> RaggedBatch:
-    """The batch that is to be computed."""
+def batch_of(order: Ints) -> RaggedBatch:
+    """The batch that is to be computed, from an order whose parts lie one after another."""
     _, block_size, num_tokens, num_slices, num_blocks, num_begun, num_logits = order[:7].tolist()
     of_tokens, tables = (num_tokens,) * 4, num_slices * num_blocks
     sizes = (*of_tokens, num_begun, num_slices + 1, num_slices, tables, num_logits)
     token_ids, positions, slot_blocks, slot_offsets, begun, starts, lens, tables_flat, logit_rows = torch.split(
-        order[7:], list(sizes)
+        torch.from_numpy(order[7:]), list(sizes)
     )
     return RaggedBatch(
         token_ids_T=token_ids,

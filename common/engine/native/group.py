@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from common.engine.batch import Ints
 from common.engine.native import Kernels
 from common.engine.shard import Shard
 
@@ -43,7 +46,7 @@ class SharedGroup:
         self._member = _Member(self._table, shard.rank, shard.width, place_numbers)
         self._me = ctypes.addressof(self._member)
         orders = _places_end(kernels, shard.width, place_numbers)
-        self._order = memory[orders : orders + 8 * order_numbers].view(torch.int64)
+        self._order: Ints = memory[orders : orders + 8 * order_numbers].numpy().view(np.int64)
         self._num_orders = 0
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,18 +63,21 @@ class SharedGroup:
         self._require(self._kernels.group_beside(self._me, part.data_ptr(), num_rows, num_columns, out.data_ptr()))
         return out.to(x_RV.dtype)
 
-    def tell(self, order: torch.Tensor) -> None:
-        """Rank 0 gives an order, `[n]` int64. All must have read the last one, as those have who took a turn since."""
-        assert len(order) < len(self._order), "the order is too long"
-        self._order[0] = len(order)
-        self._order[1 : 1 + len(order)] = order
+    def tell(self, order: Sequence[Ints]) -> None:
+        """Rank 0 gives an order, in parts. All must have read the last one, as those have who took a turn since."""
+        end = 1
+        for part in order:
+            begin, end = end, end + part.size
+            assert end <= len(self._order), "the order is too long"
+            self._order[begin:end] = part.ravel()
+        self._order[0] = end
         self._kernels.group_tell(self._table)
 
-    def hear(self) -> torch.Tensor:
-        """The next order; waits for it."""
+    def hear(self) -> Ints:
+        """The next order, its parts one after another; waits for it."""
         self._num_orders += 1
         self._require(self._kernels.group_hear(self._table, self._num_orders))
-        return self._order[1 : 1 + int(self._order[0])].clone()
+        return self._order[1 : self._order[0]].copy()
 
     def end(self) -> None:
         """Let nobody wait any more: from now on whatever would wait raises `GroupEndedError`."""
