@@ -36,7 +36,7 @@ from common.engine.runner import ModelRunner, load_runner
 from common.engine.shard import Shard
 from common.runtime.clock import Pulse
 from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.regions import Part, Region
+from kv_transfer.regions import RankPart, Region
 from kv_transfer.transport import ReadState
 
 CONTEXT, BLOCK_SIZE, PROMPT_TOKENS = 512, 32, 512
@@ -170,7 +170,7 @@ def cache_of(width: int, block_bytes: int, byte: int) -> Iterator[Region]:
     held = [Shard(rank, width).kv_heads(HEADS) for rank in range(width)]
     memory = [torch.full((NUM_BLOCKS * len(heads) * head_bytes,), byte, dtype=torch.uint8) for heads in held]
     parts = [
-        Part(each.data_ptr(), heads.start * head_bytes, heads.stop * head_bytes)
+        RankPart(each.data_ptr(), heads.start * head_bytes, heads.stop * head_bytes)
         for each, heads in zip(memory, held, strict=True)
     ]
     yield Region(parts=tuple(parts), num_blocks=NUM_BLOCKS, block_bytes=block_bytes)

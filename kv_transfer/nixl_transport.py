@@ -33,7 +33,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from common.runtime.config import DEFAULT_MAX_REGISTRATIONS
-from kv_transfer.regions import Part, Piece, Region, pieces
+from kv_transfer.regions import BlockPiece, RankPart, Region, pieces
 from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, pack_metadata, require_pairs, unpack_metadata
 from kv_transfer.ucx_log import asked_for_routes, ucx_log
@@ -57,7 +57,7 @@ class _Metadata:
     agent_sha256: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)]
     """SHA-256 of the NIXL agent's metadata. NIXL and UCX would parse corrupt metadata without noticing."""
     parts: Annotated[list[tuple[_Address, _Offset, _Size, _DeviceId]], Field(min_length=1, max_length=1024)]
-    """See `Part`."""
+    """See `RankPart`."""
     num_blocks: _Size
     block_bytes: _Size
     device: Literal["cpu", "cuda"]
@@ -149,7 +149,7 @@ class NixlTransport:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
         if any(start >= stop or stop > theirs.block_bytes for _, start, stop, _ in theirs.parts):
             raise TransferError(f"the parts of {source}'s blocks make no sense")
-        pieces(self._region.parts, list(starmap(Part, theirs.parts)))
+        pieces(self._region.parts, list(starmap(RankPart, theirs.parts)))
         if len(self._links) < self._max_links:
             self._links[source] = self._make_link(theirs)
         self._sources[source] = theirs
@@ -259,7 +259,7 @@ class _Link:
         self._name = name
         self._region = region
         self._num_source_blocks = theirs.num_blocks
-        self._num_pieces = len(pieces(region.parts, list(starmap(Part, theirs.parts))))
+        self._num_pieces = len(pieces(region.parts, list(starmap(RankPart, theirs.parts))))
         self._route = ReadRoute()
         self._agent = nixl.make_agent(name, region)
         self._alive = weakref.ref(self._agent.agent)
@@ -407,10 +407,10 @@ def _memory_type(region: Region | _Metadata) -> str:
 def _descriptors(sink: Region, theirs: _Metadata) -> tuple[Any, Any]:
     """The pieces of all blocks at both sides, a descriptor for each, as NIXL's strided lists: rows of [address, bytes,
     device, stride, count]."""
-    source = list(starmap(Part, theirs.parts))
+    source = list(starmap(RankPart, theirs.parts))
     found = pieces(sink.parts, source)
 
-    def rows(parts: Sequence[Part], of: Iterable[tuple[int, Piece]], num_blocks: int) -> Any:
+    def rows(parts: Sequence[RankPart], of: Iterable[tuple[int, BlockPiece]], num_blocks: int) -> Any:
         return np.array(
             [
                 [

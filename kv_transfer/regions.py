@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from common.contract.errors import TransferError
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """Bytes `[start, stop)` of every block, those of one block after another's from `address`."""
 
     address: int
@@ -31,7 +31,7 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-class Piece(NamedTuple):
+class BlockPiece(NamedTuple):
     """Bytes `[start, stop)` of a block, and the parts between which they move."""
 
     sink: int
@@ -41,13 +41,13 @@ class Piece(NamedTuple):
     stop: int
 
 
-def pieces(sink: Sequence[Part], source: Sequence[Part]) -> list[Piece]:
+def pieces(sink: Sequence[RankPart], source: Sequence[RankPart]) -> list[BlockPiece]:
     """The fewest pieces that bring every part of a sink what it holds of a block. Of parts of the source that hold the
     same bytes, the sink's parts that hold the same use different ones, as far as there are any.
 
     Raises `TransferError` if the source lacks some bytes.
     """
-    found: list[Piece] = []
+    found: list[BlockPiece] = []
     for index, into in enumerate(sink):
         begin = into.start
         copy = sum(other.start <= begin < other.stop for other in sink[:index])
@@ -58,7 +58,7 @@ def pieces(sink: Sequence[Part], source: Sequence[Part]) -> list[Piece]:
             furthest = max(source[number].stop for number in holders)
             longest = [number for number in holders if source[number].stop == furthest]
             end = min(into.stop, furthest)
-            found.append(Piece(index, longest[copy % len(longest)], begin, end))
+            found.append(BlockPiece(index, longest[copy % len(longest)], begin, end))
             begin = end
     return found
 
@@ -70,7 +70,7 @@ class Region:
     It owns nothing: whoever allocated the memory keeps it alive until every transport over it is closed.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[RankPart, ...]
     num_blocks: int
     block_bytes: int
     device: Literal["cpu", "cuda"] = "cpu"
@@ -79,7 +79,7 @@ class Region:
         assert self.num_blocks > 0
         assert self.block_bytes > 0
         assert all(part.address > 0 and part.stop <= self.block_bytes for part in self.parts)
-        pieces((Part(1, 0, self.block_bytes),), self.parts)
+        pieces((RankPart(1, 0, self.block_bytes),), self.parts)
 
     @classmethod
     def of_one_part(
@@ -92,7 +92,7 @@ class Region:
         device_id: int = 0,
     ) -> Region:
         """A cache in one part: whole blocks, one after another."""
-        part = Part(address, 0, block_bytes, device_id)
+        part = RankPart(address, 0, block_bytes, device_id)
         return cls(parts=(part,), num_blocks=num_blocks, block_bytes=block_bytes, device=device)
 
     def require(self, block_ids: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ from common.runtime.peer_networks import PeerNetworks
 from common.runtime.ucx import guard_allocator, guard_route
 from common.runtime.worker_host import WorkerHost
 from common.worker.shell import Core, WorkerShell
-from kv_transfer.regions import Part, Region
+from kv_transfer.regions import RankPart, Region
 from kv_transfer.transports import transport_maker
 
 
@@ -49,7 +49,7 @@ def region_of(cache: KVCache) -> Region:
     device_id = cache.device.index or 0
     return Region(
         parts=tuple(
-            Part(part.address, part.heads.start * head_bytes, part.heads.stop * head_bytes, device_id)
+            RankPart(part.address, part.heads.start * head_bytes, part.heads.stop * head_bytes, device_id)
             for part in cache.parts
         ),
         num_blocks=cache.num_blocks,

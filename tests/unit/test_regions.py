@@ -12,7 +12,7 @@ from transport_source import END_BOUND_S, POISON, make_transport
 from common.contract.errors import TransferError
 from common.contract.ids import new_incarnation
 from common.engine.shard import Shard
-from kv_transfer.regions import Part, Region, pieces
+from kv_transfer.regions import RankPart, Region, pieces
 from kv_transfer.transport import ReadState
 
 WIDTHS = (1, 2, 4, 8)
@@ -27,10 +27,10 @@ OF_HEADS = [
 ]
 
 
-def parts_of(heads: int, width: int, address: int = 1) -> list[Part]:
+def parts_of(heads: int, width: int, address: int = 1) -> list[RankPart]:
     """The parts of a worker of `width` ranks."""
     shards = [Shard(rank, width).kv_heads(heads) for rank in range(width)]
-    return [Part(address, each.start * HEAD_BYTES, each.stop * HEAD_BYTES) for each in shards]
+    return [RankPart(address, each.start * HEAD_BYTES, each.stop * HEAD_BYTES) for each in shards]
 
 
 class Ranks:
@@ -46,7 +46,7 @@ class Ranks:
         self.memory = [self.blocks_NB[:, start:stop].copy() for start, stop in self.bounds]
         each = zip(self.memory, self.bounds, strict=True)
         self.region = Region(
-            parts=tuple(Part(memory.ctypes.data, start, stop) for memory, (start, stop) in each),
+            parts=tuple(RankPart(memory.ctypes.data, start, stop) for memory, (start, stop) in each),
             num_blocks=NUM_BLOCKS,
             block_bytes=block_bytes,
         )
@@ -79,7 +79,7 @@ def test_ranks_with_the_same_heads_read_from_different_ranks(heads: int) -> None
 
 def test_a_source_that_lacks_bytes_is_refused() -> None:
     with pytest.raises(TransferError, match="byte 10 of a block"):
-        pieces([Part(1, 0, 20)], [Part(1, 0, 10), Part(1, 11, 20)])
+        pieces([RankPart(1, 0, 20)], [RankPart(1, 0, 10), RankPart(1, 11, 20)])
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
