@@ -43,6 +43,9 @@ _logger = logging.getLogger(__name__)
 _Address = Annotated[int, Field(strict=True, ge=1, lt=2**64)]
 _Offset = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 _Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
+_ADDRESSES = 2**64
+_MOST_DESCRIPTORS = 2**31 - 1
+"""NIXL's indices are 32 bits wide."""
 _DeviceId = Annotated[int, Field(strict=True, ge=0, le=1024)]
 
 
@@ -56,7 +59,7 @@ class _Metadata:
     agent_metadata: Annotated[bytes, Field(strict=True, min_length=1, max_length=MAX_METADATA_BYTES)]
     agent_sha256: Annotated[bytes, Field(strict=True, min_length=32, max_length=32)]
     """SHA-256 of the NIXL agent's metadata. NIXL and UCX would parse corrupt metadata without noticing."""
-    parts: Annotated[list[tuple[_Address, _Offset, _Size, _DeviceId]], Field(min_length=1, max_length=1024)]
+    parts: Annotated[list[tuple[_Address, _Offset, _Size, _DeviceId]], Field(min_length=1, max_length=64)]
     """See `RankPart`."""
     num_blocks: _Size
     block_bytes: _Size
@@ -147,9 +150,17 @@ class NixlTransport:
             raise TransferError(f"the NIXL metadata of {source} is corrupt")
         if theirs.block_bytes != self._region.block_bytes:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
-        if any(start >= stop or stop > theirs.block_bytes for _, start, stop, _ in theirs.parts):
+        parts = list(starmap(RankPart, theirs.parts))
+        if any(
+            each.start >= each.stop
+            or each.stop > theirs.block_bytes
+            or each.address + theirs.num_blocks * each.block_bytes > _ADDRESSES
+            for each in parts
+        ):
             raise TransferError(f"the parts of {source}'s blocks make no sense")
-        pieces(self._region.parts, list(starmap(RankPart, theirs.parts)))
+        num_pieces = len(pieces(self._region.parts, parts))
+        if num_pieces * max(theirs.num_blocks, self._region.num_blocks) > _MOST_DESCRIPTORS:
+            raise TransferError(f"{num_pieces} pieces of {theirs.num_blocks} blocks at {source}")
         if len(self._links) < self._max_links:
             self._links[source] = self._make_link(theirs)
         self._sources[source] = theirs

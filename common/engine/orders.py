@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -22,14 +25,25 @@ class LeadingDecoder(Decoder):
 
     def hidden(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> Hidden:
         """See `Decoder.hidden`. Once it returns, the KV of all ranks is stored."""
-        self._group.tell(batch_order(batch))
-        return super().hidden(batch, cache, backend)
+        with self._or_end():
+            self._group.tell(batch_order(batch))
+            return super().hidden(batch, cache, backend)
 
     def logits(self, hidden: Hidden, rows_R: torch.Tensor, backend: Backend) -> torch.Tensor:
         """See `Decoder.logits`."""
-        if rows_R.numel():
-            self._group.tell((np.array([_LOGITS]), rows_R.numpy()))
-        return super().logits(hidden, rows_R, backend)
+        with self._or_end():
+            if rows_R.numel():
+                self._group.tell((np.array([_LOGITS]), rows_R.numpy()))
+            return super().logits(hidden, rows_R, backend)
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """After an error the ranks are not at the same place any more."""
+        try:
+            yield
+        except BaseException:
+            self._group.end()
+            raise
 
 
 def follow(decoder: Decoder, cache: KVCache, backend: Backend, group: SharedGroup) -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -47,8 +48,8 @@ log = logging.getLogger(__name__)
 EXIT_RANK_LOST = 3
 """Exit code of a worker one of whose ranks is lost."""
 _PLACE_NUMBERS = 2**16
-_ORDER_NUMBERS = 2**23
-"""64 MiB, of which only what is used takes memory: the block tables of 256 sequences of a million tokens."""
+_ORDER_NUMBERS = 2**26
+"""Half a GiB, of which only what is used takes memory: the block tables of 1,024 sequences of a million tokens."""
 _LOOK_S = 0.05
 _END_S = 2.0
 """Seconds in which a rank ends when it is told to."""
@@ -125,9 +126,16 @@ class Ranks:
             )
         self._plan = plan
         place_numbers = max(_PLACE_NUMBERS, -(-config.vocab_size // plan.width))
-        self._files = [_memory_file("group", _group_bytes(kernels, plan.width, place_numbers))]
-        self._files += [_memory_file("kv", part_bytes(layout, self.num_blocks, shard)) for shard in shards]
-        memory, *self.cache_memory = map(_mapped, self._files)
+        sizes = [part_bytes(layout, self.num_blocks, shard) for shard in shards]
+        try:
+            mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE).close()  # which the system refuses if it is far too much
+            self._files = [_memory_file("group", _group_bytes(kernels, plan.width, place_numbers))]
+            self._files += [_memory_file("kv", size) for size in sizes]
+            for file in self._files[1:]:
+                os.posix_fallocate(file, 0, os.fstat(file).st_size)
+            memory, *self.cache_memory = map(_mapped, self._files)
+        except (OSError, OverflowError) as error:
+            raise OperatorError(f"no memory for a KV cache of {kv_cache_bytes} bytes: {error}") from error
         self.group = SharedGroup(kernels, memory, shards[0], place_numbers, _ORDER_NUMBERS)
         self._pulses = _pulses(memory, plan.width)
         self._closing, self._ready, self._why = False, False, ""
@@ -144,19 +152,19 @@ class Ranks:
             group_fd=self._files[0],
             cache_fd=self._files[1],
         )
-        self._processes = [
-            _start(replace(common, rank=shard.rank, cache_fd=self._files[1 + shard.rank])) for shard in shards[1:]
-        ]
-        self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        each = [replace(common, rank=shard.rank, cache_fd=self._files[1 + shard.rank]) for shard in shards[1:]]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # A process ends with the thread that started it: this one stays.
+        self._watching = threading.Thread(target=self._run, args=(each,), name="ranks", daemon=True)
         self._watching.start()
 
     def wait(self) -> None:
         """Wait until all have loaded their part of the model. Raises `OperatorError` if one has not."""
-        try:
+        with contextlib.suppress(GroupEndedError):
             self.group.add(torch.zeros(1))
-        except GroupEndedError as error:
-            raise OperatorError(self._why or "the worker's ranks have ended") from error
-        self._ready = True
+        self._ready = True  # from here on, whoever is lost ends this process
+        if self._why:
+            raise OperatorError(self._why)
 
     def close(self) -> None:
         """End the processes."""
@@ -172,14 +180,25 @@ class Ranks:
         for file in self._files:
             os.close(file)
 
+    def _run(self, each: Sequence[_RankArguments]) -> None:
+        try:
+            for arguments in each:
+                self._processes.append(_start(arguments))
+        except OSError as error:
+            self._lost(f"a rank cannot be started: {error}")
+        else:
+            self._watch()
+
     def _watch(self) -> None:
         timeout_s = self._plan.pulse.timeout_s
-        seen, since = self._pulses.tolist(), [time.monotonic()] * self._plan.width
+        looked = time.monotonic()
+        seen, since = self._pulses.tolist(), [looked] * self._plan.width
         while not self._closing:
             time.sleep(_LOOK_S)
             now, counts = time.monotonic(), self._pulses.tolist()
+            stopped, looked = now - looked > timeout_s / 2, now  # and perhaps the others, too
             for rank, process in enumerate(self._processes, start=1):
-                if counts[rank] != seen[rank] or not counts[rank]:  # it counts once it has started
+                if counts[rank] != seen[rank] or not counts[rank] or stopped:  # it counts once it has started
                     since[rank] = now
                 if process.poll() is not None:
                     self._lost(f"rank {rank} has ended with code {process.returncode}")

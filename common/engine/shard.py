@@ -63,6 +63,8 @@ WHOLE = Shard()
 def require_width(width: int, config: ModelConfig) -> None:
     """Raise `OperatorError` unless the model can be divided among `width` ranks."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
+    if width > min(config.intermediate_size, config.vocab_size):
+        raise OperatorError(f"--tensor-parallel {width} is more than the model's inner dimension, or its vocabulary")
     if heads % width:
         raise OperatorError(f"--tensor-parallel {width} does not divide the model's {heads} query heads")
     if kv_heads % width and width % kv_heads:

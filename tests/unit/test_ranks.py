@@ -125,6 +125,20 @@ def test_without_a_compiler_there_are_no_groups(folder: Path, monkeypatch: pytes
         load(folder, 2)
 
 
+def test_a_rank_that_is_not_started_ends_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: object) -> subprocess.Popen[bytes]:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(ranks, "_start", fail)
+    with pytest.raises(OperatorError, match="a rank cannot be started: no more processes"):
+        load(folder, 2)
+
+
+def test_a_cache_for_which_there_is_no_memory_is_refused(folder: Path) -> None:
+    with pytest.raises(OperatorError, match="no memory for a KV cache of"):
+        load(folder, 2, kv_cache_bytes=2**50)
+
+
 def test_a_rank_that_cannot_start_ends_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_start", lambda arguments: subprocess.Popen([sys.executable, "-c", "exit(7)"]))
     with pytest.raises(OperatorError, match="rank 1 has ended with code 7"):
@@ -198,6 +212,22 @@ def test_a_group_without_work_is_idle(worker: subprocess.Popen[str]) -> None:
     before = processor_s(rank) + processor_s(worker.pid)
     time.sleep(2)
     assert processor_s(rank) + processor_s(worker.pid) - before < 0.5, "somebody looks for work all the time"
+
+
+@pytest.mark.parametrize("worker", ["busy"], indirect=True)
+def test_a_group_that_was_stopped_as_a_whole_goes_on(worker: subprocess.Popen[str]) -> None:
+    """Though nobody has counted for longer than a rank may take."""
+    [rank] = children(worker.pid)
+    for pid in (rank, worker.pid):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(worker.pid, signal.SIGCONT)
+    time.sleep(0.3)
+    os.kill(rank, signal.SIGCONT)
+    assert worker.stdout is not None
+    for _ in range(200):  # more than a pipe holds of those before
+        assert worker.stdout.readline() == "computed\n"
+    assert worker.poll() is None
 
 
 def test_ranks_end_with_their_worker(worker: subprocess.Popen[str]) -> None:
