@@ -103,7 +103,7 @@ def _over_concurrency(run: Run, axis: Any, system: str, figure: Callable[[Any], 
 
 
 def profiles_picture(run: Run, axis: Any) -> None:
-    """Goodput of two profiles over that of one packed pool, over the rate; a line for each text and mix."""
+    """Goodput of two profiles over that of one packed pool that drafts, over the rate; a line for each text and mix."""
     figures = run["figures"]
     texts = list(dict.fromkeys(each["text"] for each in figures["ratios"]))
     for text, mix in dict.fromkeys((each["text"], each["mix"]) for each in figures["ratios"]):
@@ -111,7 +111,7 @@ def profiles_picture(run: Run, axis: Any) -> None:
         both = [
             each
             for each in of
-            if (each["tier"], each["against"]) == ("interactive and standard", "packed") and each["goodput"]["ratio"]
+            if (each["tier"], each["against"]) == ("interactive and standard", "drafting") and each["goodput"]["ratio"]
         ]
         axis.plot(
             [each["rate"] for each in both],
@@ -121,7 +121,7 @@ def profiles_picture(run: Run, axis: Any) -> None:
             label=f"{text}, {mix:.0%} interactive",
         )
     axis.axhline(1, color="grey", linestyle=":")
-    axis.set(xlabel="requests/s", ylabel="goodput, two profiles / one packed pool")
+    axis.set(xlabel="requests/s", ylabel="goodput, two profiles / one packed pool that drafts")
     axis.set_title(f"{run['workload']['model']}, {run['workload']['dtype']}, 2 cores")
 
 
