@@ -103,7 +103,7 @@ def _over_concurrency(run: Run, axis: Any, system: str, figure: Callable[[Any], 
 
 
 def profiles_picture(run: Run, axis: Any) -> None:
-    """Goodput of two profiles over that of one packed pool that drafts, over the rate; a line for each text and mix."""
+    """Goodput of two profiles over that of a packed pool that drafts, by rate; a line for each text and mix."""
     figures = run["figures"]
     texts = list(dict.fromkeys(each["text"] for each in figures["ratios"]))
     for text, mix in dict.fromkeys((each["text"], each["mix"]) for each in figures["ratios"]):

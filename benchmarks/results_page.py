@@ -50,7 +50,7 @@ CAPTIONS = {
     "goodput-15m-float32-sharegpt": "Share of requests that met both targets over the rate of arrivals",
     "speculation-15m-float32": "Output tokens per second with prompt lookup against none, over the requests at once",
     "speculation-15m-float32-fixed": "Share of drafted tokens that were right, over the requests at once",
-    "profiles-15m-float32": "Goodput of two profiles against that of one packed pool that drafts, too, over the rate of arrivals",
+    "profiles-15m-float32": "Goodput of two profiles against that of a packed pool that drafts, too, over the rate",
     "steady": "Memory of each process over the requests",
     "autoscale": "Workers wanted over time",
 }
