@@ -129,7 +129,7 @@ def other(compiled: native.Kernels) -> Iterator[SharedGroup]:
 
 
 def test_a_rank_in_another_process_takes_its_turns(other: SharedGroup) -> None:
-    """Thousands of them, so that one sleeps now and then while the other one wakes it."""
+    """Thousands of them. A wake-up that is lost would show only in the time: nobody sleeps for longer than a nap."""
     for number in range(2000):
         order = np.arange(1 + number % 90) + number
         other.tell((order,))
