@@ -5,11 +5,13 @@
 
 `lookup` drafts what occurred before in the text, or in the prediction that a client sends; `auto` also by a draft
 model, which is the model without its last layers; `fixed` looks four tokens up wherever it can, whether that pays or
-not. `again` does not draft, as `off`, and shows what the turns of equal workers differ by. The texts: `repeating` is
-greedy, and with random weights soon repeats itself; in `novel`, sampled from the whole vocabulary, no three tokens come
-twice, so that nothing is expected; in `misleading`, sampled from eight tokens, something is expected all the time, and
-mostly wrong. `edit` is novel, one request after the other, and its clients send the answer as the prediction, with one
-word in sixteen changed.
+not. `again` does not draft, as `off`, and shows what equal workers differ by: one may be faster than another for as
+long as it lives, so that all start anew for each turn.
+
+The texts: `repeating` is greedy, and with random weights soon repeats itself; in `novel`, sampled from the whole
+vocabulary, no three tokens come twice, so that nothing is expected; in `misleading`, sampled from eight tokens,
+something is expected all the time, and mostly wrong. `edit` is novel, one request after the other, and its clients send
+the answer as the prediction, with one word in sixteen changed.
 """
 
 from __future__ import annotations
@@ -60,42 +62,46 @@ def measure(
     texts: tuple[str, ...] = (*TEXTS, "edit"),
     concurrency: tuple[int, ...] = (1, 4, 16, 64),
     draft_layers: Annotated[int, "layers of the draft model"] = 4,
-    turns: Annotated[int, "runs of each system on each text at each concurrency"] = 10,
+    turns: Annotated[int, "starts of each system, and runs on each text at each concurrency"] = 10,
     input_tokens: int = 64,
     output_tokens: int = 128,
 ) -> Iterator[Result]:
-    """Start all systems, and let them take turns: all runs so far after each point."""
+    """In each turn start all systems, and let them take turns at each point: all runs so far after each turn."""
     folder = model_with_texts(scratch, model)
     draft_model = without_last_layers(folder, scratch / "draft", draft_layers)
     options = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**29), "--prefill", "0"]
-    lengths = ["--workload", "fixed", "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
     points = [(text, places) for text in texts for places in (concurrency if text in TEXTS else (1,))]
     done: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        stacks: dict[str, Local] = {}
-        for name in systems:
-            env = _SETTINGS[name] | ({"BATON_DRAFT_MODEL": str(draft_model)} if name == "auto" else {})
-            stacks[name] = stack.enter_context(local_stack(options, env))
-        for text, places in points:
-            for turn in range(-1, turns):  # the first warms up
-                for name in systems if turn % 2 else systems[::-1]:
+    for turn in range(turns):
+        order = systems if turn % 2 else systems[::-1]
+        with ExitStack() as stack:
+            stacks: dict[str, Local] = {}
+            for name in order:
+                env = _SETTINGS[name] | ({"BATON_DRAFT_MODEL": str(draft_model)} if name == "auto" else {})
+                stacks[name] = stack.enter_context(local_stack(options, env))
+            for text, places in points:
+                for warms_up, name in itertools.product((True, False), order):
                     before = _drafts(stacks[name])
                     if text == "edit":
-                        figures = _edited(stacks[name].url, stacks["off"].url, turn + 1, input_tokens)
+                        seed, num = (turns + turn, 1) if warms_up else (turn, _EDITS)
+                        figures = _edited(stacks[name].url, stacks["off"].url, seed, num, input_tokens)
                     else:
-                        body = {"ignore_eos": True, "seed": turn + 1, **TEXTS[text]}
-                        load = ["--concurrency", str(places), "--requests", str(max(8, min(4 * places, 128)))]
-                        load += ["--seed", str(1000 * places + turn + 1), "--extra-body", json.dumps(body)]
-                        figures = load_figures(run_load(stacks[name].url, scratch / "run.json", *lengths, *load))
+                        num = places if warms_up else max(8, min(4 * places, 128))
+                        load = ["--workload", "fixed", "--input-tokens", str(input_tokens)]
+                        load += ["--output-tokens", str(output_tokens), "--concurrency", str(places)]
+                        load += ["--requests", str(num), "--seed", str(1000 * places + 2 * turn + warms_up)]
+                        load += ["--extra-body", json.dumps({"ignore_eos": True, "seed": turn, **TEXTS[text]})]
+                        figures = load_figures(run_load(stacks[name].url, scratch / "run.json", *load))
                         assert not figures["failed"], (name, figures)
-                    if turn >= 0:
+                    if not warms_up:
                         drafts = {what: num - before[what] for what, num in _drafts(stacks[name]).items()}
                         at = {"text": text, "concurrency": places, "turn": turn}
                         done.append({"system": name, **at, **figures, **drafts})
-            for entry in summary(done)[1 - len(systems) :]:
-                print(text, places, entry["system"], entry["output_tokens_per_s"], entry["acceptance"], flush=True)
-            record = f"speculation-{model}-{dtype}" + ("-fixed" if "fixed" in systems else "")
-            yield Result(name=record, figures={"ratios": summary(done), "runs": done})
+        for entry in summary(done):
+            rate = entry["output_tokens_per_s"]
+            print(turn, entry["text"], entry["concurrency"], entry["system"], rate, entry["acceptance"], flush=True)
+        record = f"speculation-{model}-{dtype}" + ("-fixed" if "fixed" in systems else "")
+        yield Result(name=record, figures={"ratios": summary(done), "runs": done})
 
 
 def _drafts(stack: Local) -> dict[str, float]:
@@ -105,13 +111,13 @@ def _drafts(stack: Local) -> dict[str, float]:
     return {"drafted": metrics[DRAFTED], "right": metrics[RIGHT]}
 
 
-def _edited(url: str, plain_url: str, turn: int, input_tokens: int) -> dict[str, float]:
+def _edited(url: str, plain_url: str, seed: int, num_requests: int, input_tokens: int) -> dict[str, float]:
     """Figures of requests, one after the other, whose answers are predicted but for some words."""
-    draw = random.Random(turn)
+    draw = random.Random(seed)
     tpots: list[float] = []
     gaps: list[float] = []
     num_tokens, busy_s = 0, 0.0
-    for _ in range(_EDITS):
+    for _ in range(num_requests):
         body: dict[str, Any] = {
             "prompt": [draw.randrange(1, 4000) for _ in range(input_tokens)],
             "max_tokens": _EDIT_TOKENS,
@@ -149,8 +155,9 @@ def _chunks(url: str, body: dict[str, Any]) -> Iterator[tuple[float, str]]:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each text, concurrency and system: its medians and those of `off`, the ratios of the turns, and the share of
-    drafted tokens that were right, None if there were none."""
+    """For each text, concurrency and system: its medians and those of the workers that do not draft, the ratios of the
+    turns, and the share of drafted tokens that were right, None if there were none. A worker that drafts is compared
+    with the mean of `off` and `again`, if there are both, and `again` with `off`."""
     made = []
     for text, places in dict.fromkeys((each["text"], each["concurrency"]) for each in runs):
         of = [each for each in runs if (each["text"], each["concurrency"]) == (text, places)]
@@ -160,8 +167,11 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             entry: dict[str, Any] = {"text": text, "concurrency": places, "system": system}
             drafted, right = (sum(each[system][what] for each in turns) for what in ("drafted", "right"))
             entry["acceptance"] = right / drafted if drafted else None
+            plain = [name for name in ("off", "again") if name in turns[0] and name != system]
             for figure in ("output_tokens_per_s", "tpot_p50_s", "itl_p99_s"):
-                entry[figure] = compared((each[system][figure], each["off"][figure]) for each in turns)
+                entry[figure] = compared(
+                    (each[system][figure], statistics.fmean(each[name][figure] for name in plain)) for each in turns
+                )
             made.append(entry)
     return made
 

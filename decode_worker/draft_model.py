@@ -97,10 +97,10 @@ class DraftModel:
         """The sequences of which it can draft at once; and those of `others`, as if it could."""
         found = []
         for choice in decodes:
-            if choice.sequence.sampling.grammar is not None:
-                continue
             table = self.table(choice)
             num_behind = choice.sequence.num_tokens - table.num_computed
+            if (num_behind > MOST_BEHIND and not others) or choice.sequence.sampling.grammar is not None:
+                continue
             if num_behind <= MOST_BEHIND and self._has_context(choice):
                 found.append(Proposer(choice, table.acceptance, num_behind))
             elif choice in others:
@@ -124,7 +124,7 @@ class DraftModel:
 
     def _may_ask(self, choice: DecodeChoice, table: DraftTable) -> bool:
         num_tokens = choice.sequence.num_tokens
-        if table.wanted or num_tokens < table.judge_at or num_tokens - table.num_computed <= MOST_BEHIND:
+        if num_tokens < table.judge_at or table.wanted or num_tokens - table.num_computed <= MOST_BEHIND:
             return False
         return choice.sequence.sampling.grammar is None and self._has_context(choice)
 

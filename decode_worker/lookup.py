@@ -7,16 +7,18 @@ Nothing is drafted to learn how often it is right: each token that comes is comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-_BITS = 21
-"""Bits of a token in a key. Three tokens fit into an int64."""
-_KEY = (1 << 3 * _BITS) - 1
-_MOST_TOKENS = 2**15
-"""Most tokens of a text that are read at its begin: the last ones. A token takes 100 bytes."""
+LEAST_CHANCE = 0.1
+"""Least chance of a token that is drafted."""
+_TOKENS = "i"
+_TOKEN_BYTES = 4
+_KEY_BYTES = 3 * _TOKEN_BYTES
+_MOST_BYTES = 2**15 * _TOKEN_BYTES
+"""Most bytes of a text that are searched: the last ones. A thousand tokens take about a microsecond, far less than
+attention to them."""
 _OWN_WEIGHT, _COMMON_WEIGHT = 0.15, 0.02
 """Weights of the last expected token in how often those of a text, and those of all texts, were right."""
 
@@ -31,7 +33,7 @@ class CommonAcceptance:
 class Lookup:
     """A growing text, and what is expected next in it."""
 
-    __slots__ = ("_common", "_index", "_key", "_num_read", "_place", "_text", "_token_ids", "acceptance")
+    __slots__ = ("_common", "_num_read", "_place", "_text", "_token_ids", "acceptance")
 
     def __init__(
         self,
@@ -47,21 +49,14 @@ class Lookup:
         self.acceptance = common.acceptance
         """Recent share of expected tokens that came, between 0 and 1."""
         self._num_read = len(token_ids)
-        self._text = [*token_ids[:prompt_len], *prediction, *token_ids[prompt_len:]]
-        """Where expected tokens are looked up. The prediction comes before the output, as if it had been said once."""
-        start = max(0, len(self._text) - _MOST_TOKENS)
-        tail = np.array(self._text[start:], np.int64)
-        keys = tail.copy()
-        keys[1:] |= tail[:-1] << _BITS
-        keys[2:] |= tail[:-2] << 2 * _BITS
-        *earlier, self._key = (keys & _KEY).tolist()
-        self._index: dict[int, int] = dict(zip(earlier, range(start + 1, len(self._text)), strict=True))
-        """Key of three tokens in a row → index of the token after their last occurrence."""
-        self._place = self._enter(len(self._text))
-        """Index of the token that is expected to come next, once more; None if nothing is expected."""
         output = token_ids[prompt_len:]
+        self._text = bytearray(_bytes_of([*token_ids[:prompt_len], *prediction, *output]))
+        """Where expected tokens are looked up, 4 bytes a token, because bytes are searched quickly. The prediction
+        comes before the output, as if it had been said once."""
+        self._place = self._find()
+        """Where the token that is expected to come next begins; None if nothing is expected."""
         if len(output) < len(prediction) and [*prediction[: len(output)]] == [*output]:
-            self._place = prompt_len + len(output)
+            self._place = _TOKEN_BYTES * (prompt_len + len(output))
 
     @property
     def expects(self) -> bool:
@@ -69,32 +64,36 @@ class Lookup:
         return self._place is not None
 
     def read(self) -> None:
-        """Read the tokens that have come since."""
-        text = self._text
+        """Read the tokens that have come since. If they are not what was expected, what comes next is looked up."""
+        text, place = self._text, self._place
         for token in self._token_ids[self._num_read :]:
-            place = self._place
+            coming = _bytes_of((token,))
             if place is not None:
-                right = text[place] == token
+                right = text[place : place + _TOKEN_BYTES] == coming
                 self.acceptance += _OWN_WEIGHT * (right - self.acceptance)
                 self._common.acceptance += _COMMON_WEIGHT * (right - self._common.acceptance)
-                self._place = place + 1 if right else None
-            text.append(token)
-            self._key = (self._key << _BITS | token) & _KEY
-            occurred = self._enter(len(text))
-            if self._place is None:
-                self._place = occurred
+                place = place + _TOKEN_BYTES if right else None
+            text += coming
         self._num_read = len(self._token_ids)
+        self._place = self._find() if place is None else place
 
     def propose(self, num: int) -> list[int]:
         """The next `num` tokens, if the text goes on as before. A text that repeats its end goes on repeating it."""
         if self._place is None:
             return []
-        text, place = self._text, self._place
-        period = len(text) - place
-        return [text[place + index % period] for index in range(num)]
+        followed = array(_TOKENS, bytes(self._text[self._place : self._place + _TOKEN_BYTES * num])).tolist()
+        return [followed[index % len(followed)] for index in range(num)]
 
-    def _enter(self, end: int) -> int | None:
-        """Note that the last three tokens end before index `end`. Returns the same of their last occurrence."""
-        occurred = self._index.get(self._key)
-        self._index[self._key] = end
-        return occurred
+    def _find(self) -> int | None:
+        """Where the token after the last earlier occurrence of the last three tokens begins."""
+        text = self._text
+        key, end = text[-_KEY_BYTES:], len(text)
+        least = max(0, end - _MOST_BYTES)
+        at = text.rfind(key, least, end - _TOKEN_BYTES) if end > _KEY_BYTES else -1
+        while at % _TOKEN_BYTES and at >= 0:  # it is between tokens
+            at = text.rfind(key, least, at + _KEY_BYTES - 1)
+        return at + _KEY_BYTES if at >= 0 else None
+
+
+def _bytes_of(token_ids: Iterable[int]) -> bytes:
+    return array(_TOKENS, token_ids).tobytes()

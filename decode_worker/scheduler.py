@@ -262,6 +262,8 @@ class DecodeScheduler:
     def _with_room(self, drafts: dict[DecodeChoice, list[int]]) -> dict[DecodeChoice, list[int]]:
         """The drafts, as far as there are blocks for them: those that the sequences have, and free ones beyond what the
         next tokens of all need."""
+        if not drafts:
+            return drafts
         num_free = self._num_spare
         for choice, draft in drafts.items():
             num_tokens, table = choice.sequence.num_tokens, choice.sequence.block_table

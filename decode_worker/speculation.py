@@ -21,19 +21,19 @@ from common.engine.batch import Drafted
 from common.runtime.config import MAX_DRAFT_TOKENS
 from common.scheduling.row_times import RowTimes
 from decode_worker.draft_model import DraftModel, DraftWork, Proposer
-from decode_worker.lookup import CommonAcceptance, Lookup
+from decode_worker.lookup import LEAST_CHANCE, CommonAcceptance, Lookup
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice, rows_of
 from decode_worker.step import Step
 
-_LEAST_CHANCE = 0.1
-"""Least chance of a token that is drafted."""
 _MOST_DRAFTING = 32
 """Most steps with drafts one after another. What the next one takes is what theirs are compared with."""
 _OBSERVED = 8
 """One in so many steps without drafts is learnt from."""
 _MOST_NEW = 4
 """Most sequences whose text is read for the first time in a step: that takes some 100 ns a token."""
+_PATIENCE = 8
+"""One in so many steps reads texts that expect nothing, or are hardly ever right."""
 _FEW = 64
 """Most tokens of which it is tried whether fewer passes of the draft model yield more tokens per second."""
 _PASSES = (1, 2, 3, 5, 8, 12)
@@ -92,6 +92,12 @@ class Speculation:
         self.model = model
         self._looks_up = looks_up
         self._of_texts, self._of_predictions = CommonAcceptance(0.5), CommonAcceptance(0.8)
+        self._read_last: list[DecodeChoice] = []
+        """The sequences of the last step."""
+        self._num_unread = 0
+        """Steps of the same sequences."""
+        self._busy: list[DecodeChoice] = []
+        """Those that are read in the next step."""
         self._num_drafting = 0
         """Steps with drafts since the last one without."""
         self._num_plain = _OBSERVED - 1
@@ -186,16 +192,30 @@ class Speculation:
         return found
 
     def _expecting(self, decodes: Sequence[DecodeChoice]) -> list[Proposer]:
-        """Sequences whose next tokens can be looked up."""
-        expecting, num_new = [], 0
-        for choice in decodes:
+        """Sequences whose next tokens can be looked up, and are right now and then.
+
+        A step of the model leaves nothing of other code and data in the processor's caches, so to read one token of one
+        text takes as long as to read some of many. Texts that expect nothing are left alone in most steps of the same
+        sequences."""
+        same = decodes == self._read_last
+        self._num_unread = self._num_unread + 1 if same else 0
+        if same and self._num_unread % _PATIENCE and not self._policy.draft_tokens:
+            candidates: Sequence[DecodeChoice] = self._busy
+        else:
+            candidates = self._read_last = list(decodes)
+        least = 0.0 if self._policy.draft_tokens else LEAST_CHANCE
+        self._busy, expecting, num_new = [], [], 0
+        for choice in candidates:
             if choice.sequence.sampling.grammar is not None:
                 continue
             num_new += choice.lookup is None
-            if choice.lookup is not None or num_new <= _MOST_NEW:
-                lookup = self._lookup(choice)
-                if lookup.expects:
-                    expecting.append(Proposer(choice, lookup.acceptance))
+            if choice.lookup is None and num_new > _MOST_NEW:
+                self._busy.append(choice)  # its turn comes in the next step
+                continue
+            lookup = self._lookup(choice)
+            if lookup.expects and lookup.acceptance >= least:
+                self._busy.append(choice)
+                expecting.append(Proposer(choice, lookup.acceptance))
         return expecting
 
     def _best(self, plain: tuple[int, int], proposers: Sequence[Proposer], most: int, num_ahead: int) -> Drafts:
@@ -242,7 +262,7 @@ class Speculation:
         if not self._policy.draft_tokens:
             if acceptance <= least:
                 return []
-            num = min(num, int(math.log(max(least, _LEAST_CHANCE)) / min(math.log(max(acceptance, 1e-9)), -1e-9)))
+            num = min(num, int(math.log(max(least, LEAST_CHANCE)) / min(math.log(max(acceptance, 1e-9)), -1e-9)))
         return [_Chance(acceptance**place, place, proposer) for place in range(1, num + 1)]
 
     def _judge(self, decodes: Sequence[DecodeChoice], num_left: Callable[[DecodeChoice], int]) -> None:

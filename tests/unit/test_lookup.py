@@ -7,48 +7,34 @@ from hypothesis import strategies as st
 
 from decode_worker.lookup import CommonAcceptance, Lookup
 
-some_text = st.lists(st.sampled_from([0, 3, 2**21 - 1]), min_size=1, max_size=60)
+some_text = st.lists(st.sampled_from([0, 3, 256, 2**31 - 1]), min_size=1, max_size=60)
 
 
-def expected_places(text: list[int], num_first: int, place: int | None = None) -> list[int | None]:
-    """By definition, before each token from `num_first` on, and after the last one: where the expected token is. At
-    first it is at `place`, if that is given."""
-
-    def occurred(end: int) -> int | None:
-        padded = [0, 0, *text[:end]]
-        return next((at for at in range(end - 1, 0, -1) if padded[at - 1 : at + 2] == padded[end - 1 :]), None)
-
-    place = occurred(num_first) if place is None else place
-    places = [place]
-    for at in range(num_first, len(text)):
-        right = place is not None and text[place] == text[at]
-        place = place + 1 if right and place is not None else occurred(at + 1)
-        places.append(place)
-    return places
+def occurred(text: list[int]) -> int | None:
+    """By definition: where the token is that followed the last three ones when they occurred before."""
+    return next((at for at in range(len(text) - 1, 2, -1) if text[at - 3 : at] == text[-3:]), None)
 
 
 @given(some_text, some_text, st.lists(st.integers(0, 9), min_size=1))
 def test_it_expects_what_followed_the_last_three_tokens(first: list[int], rest: list[int], stops: list[int]) -> None:
-    """Whatever was read at once, and however often it was asked."""
+    """However many tokens are read at once: those that were expected are compared, up to the first wrong one."""
     text, common = list(first), CommonAcceptance(0.5)
     lookup = Lookup(text, common)
-    own, shared = 0.5, 0.5
-    places = expected_places([*first, *rest], len(first))
+    own, shared, place = 0.5, 0.5, occurred(first)
     for index, token in enumerate(rest):
-        place = places[index]
         if place is not None:
-            right = [*first, *rest][place] == token
+            right = text[place] == token
             own, shared = own + 0.15 * (right - own), shared + 0.02 * (right - shared)
+            place = place + 1 if right else None
         text.append(token)
         if stops[index % len(stops)] < 5 or index == len(rest) - 1:
             lookup.read()
-            place = places[index + 1]
+            place = occurred(text) if place is None else place
             assert lookup.expects == (place is not None)
             extended = list(text)
-            for _ in range(7 if place is not None else 0):
+            for ahead in range(7 if place is not None else 0):
                 assert place is not None
-                extended.append(extended[place])
-                place += 1
+                extended.append(extended[place + ahead])
             assert lookup.propose(7) == extended[len(text) :], "it goes on as after the place, for as long as asked"
             assert (lookup.acceptance, common.acceptance) == (own, shared)
 
@@ -63,13 +49,16 @@ def test_what_a_client_expects_is_expected_until_the_output_departs(
     assert lookup.acceptance == 0.8
     combined = [*prompt, *prediction, *first, *rest]
     follows = len(first) < len(prediction) and prediction[: len(first)] == first
-    places = expected_places(combined, len(combined) - len(rest), len(prompt) + len(first) if follows else None)
-    for place, token in zip(places, [*rest, None], strict=True):
+    end = len(combined) - len(rest)
+    place = len(prompt) + len(first) if follows else occurred(combined[:end])
+    for token in [*rest, None]:
         lookup.read()
         assert lookup.propose(1) == ([] if place is None else [combined[place]])
         assert not follows or len(text) > len(prompt) + len(first) or lookup.propose(1) == [prediction[len(first)]]
         if token is not None:
             text.append(token)
+            end += 1
+            place = place + 1 if place is not None and combined[place] == token else occurred(combined[:end])
     assert text == [*prompt, *first, *rest], "it is the sequence's own, which nothing else changes"
 
 
