@@ -4,6 +4,8 @@ MODEL ?= demo
 PREFILL ?= 1
 DECODE ?= 1
 LATENCY ?= 0
+PREFILL_TP ?= 1
+DECODE_TP ?= 1
 PORT ?= 8000
 
 BIN := .venv/bin
@@ -14,7 +16,8 @@ NODE_CLIENTS := tests/clients/node_modules/.installed
 .PHONY: serve unit test chaos widths clients gpu model check format screenshots clean
 
 serve: $(STAMP)
-	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --latency $(LATENCY) --port $(PORT)
+	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --latency $(LATENCY) \
+	  --prefill-tp $(PREFILL_TP) --decode-tp $(DECODE_TP) --port $(PORT)
 
 # Files are dealt out, in this order, to processes with one core each: what takes longest comes first. Tests of real
 # processes wait for half of their time, for heartbeats and restarts: a third one has what the others leave of two cores.

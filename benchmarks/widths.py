@@ -30,7 +30,7 @@ from benchmarks.models import MODELS, Model
 from common.contract.ids import Incarnation, new_incarnation
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
-from common.engine.orders import LeadingDecoder
+from common.engine.orders import LeadingExecutor
 from common.engine.ranks import GroupPlan
 from common.engine.runner import ModelRunner, load_runner
 from common.engine.shard import Shard
@@ -77,8 +77,8 @@ class Timed:
     """Seconds that rank 0 spends in each operation of its group."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        assert isinstance(runner._decoder, LeadingDecoder)
-        self._group = runner._decoder._group
+        assert isinstance(runner.executor, LeadingExecutor)
+        self._group = runner.executor._orders
         self.taken: dict[str, float] = {}
         for name in ("add", "beside", "tell"):
             self._watch(name, getattr(self._group, name))

@@ -22,6 +22,7 @@ from benchmarks.gpu.child import attempts
 from benchmarks.gpu.timing import copy_bytes_per_s, matmul_flops_per_s
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
+from common.engine.executor import Executor
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
 from common.engine.kv_cache import KVCache
@@ -90,7 +91,7 @@ def make_runner(shape: PreTrainedConfig, *, graphs: bool) -> tuple[ModelRunner, 
     tokens = max(max(batch * (context + STEPS + BLOCK) for batch, context in DECODES), max(PREFILLS))
     cache, swap = KVCache(layout, tokens // BLOCK + 512, device), HostSwap(layout, 0, device)
     cache.blocks.normal_()  # contexts are not computed; zeros could be faster to read
-    runner = ModelRunner(Decoder(config, weights), cache, swap, TritonBackend(device))
+    runner = ModelRunner(Executor(Decoder(config, weights), cache, swap, TritonBackend(device)))
     if graphs:
         runner.capture_graphs(max(batch for batch, _ in DECODES))
     matrices = [part for layer in weights.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]

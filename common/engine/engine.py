@@ -151,8 +151,8 @@ class Engine:
             # Keep sums of many products in float32, however the rows of a product are cut into parts.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         width = settings.tensor_parallel
-        if width > 1 and device != "cpu":
-            raise OperatorError("--tensor-parallel works on CPUs alone so far")
+        if device == "cuda" and width > 1:
+            log.warning("a worker of several ranks has not been tested on GPUs")
         num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // width)
         if device == "cpu":
             torch.set_num_threads(num_threads)
@@ -166,6 +166,7 @@ class Engine:
                     folder,
                     kv_cache_bytes=settings.kv_cache_bytes,
                     gpu_reserve_bytes=settings.gpu_reserve_bytes,
+                    gpu_share=settings.gpu_share,
                     swap_bytes=swap_bytes,
                     block_size=settings.block_size,
                     dtype=settings.dtype,
@@ -173,7 +174,7 @@ class Engine:
                     progress=progress,
                     cpu_kernels=settings.cpu_kernels,
                     row_invariant=settings.row_invariant,
-                    group=GroupPlan(width=width, num_threads=num_threads, pulse=settings.pulse) if width > 1 else None,
+                    group=_group_plan(settings, device, num_threads),
                 )
                 if device == "cuda":
                     if graph_seqs:
@@ -278,6 +279,18 @@ class Engine:
         self._thread.close()
         self._waiter.close()
         self.runner.close()
+
+
+def _group_plan(settings: WorkerSettings, device: DeviceType, num_threads: int) -> GroupPlan | None:
+    if settings.tensor_parallel == 1:
+        return None
+    return GroupPlan(
+        width=settings.tensor_parallel,
+        num_threads=num_threads,
+        pulse=settings.pulse,
+        device=device,
+        collectives="nccl" if device == "cuda" else None,
+    )
 
 
 def _load_draft_model(settings: WorkerSettings, draft_model: DraftCheckpoint, graph_seqs: int) -> ModelRunner:

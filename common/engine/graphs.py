@@ -100,14 +100,16 @@ class DecodeGraphs:
                 self._forward(self._computed.first(size))
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            # What other threads do meanwhile, those of NCCL and UCX, is not captured, and does not fail.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._forward(self._computed.first(size))
             self._graphs[size] = graph
             if progress is not None:
                 progress(index + 1, len(self._sizes))
 
     def compute(self, rows: Rows, chosen_N: torch.Tensor) -> Computed | None:
-        """Compute a batch and store its KV, as `Decoder.forward` does; the results stay until the next call.
+        """Compute a batch and store its KV, as `Decoder.forward` does; the results stay until the next call. There are
+        none at a rank that gets no logits.
 
         `chosen_N` are the tokens that the step before has chosen. Returns None, and does nothing, if the batch is too
         large, or if one of its slices is not a single token with a sample.
@@ -162,8 +164,10 @@ class DecodeGraphs:
     def _forward(self, into: Computed) -> None:
         """What a graph does: compute as many places as `into` has."""
         places = self._places(len(into.logits_NV))
-        into.logits_NV.copy_(self._decoder.forward(places, self._cache, self._backend))
-        into.likeliest.fill(into.logits_NV, self._backend)
+        logits_PV = self._decoder.forward(places, self._cache, self._backend)
+        if self._decoder.leads:
+            into.logits_NV.copy_(logits_PV)
+            into.likeliest.fill(into.logits_NV, self._backend)
 
     def _places(self, size: int) -> RaggedBatch:
         """The batch of all places of a graph. The host plans the work by sequence lengths, so there every sequence has

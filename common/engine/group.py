@@ -17,9 +17,8 @@ class Group(Protocol):
         """The part of the model that this rank has."""
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' `x`, in the order of the ranks, so that all of them have the same bits; may be `x`
-        itself."""
+        """The sum of the ranks' `x`, of which all of them have the same bits; may be `x` itself."""
 
     def beside(self, x_RV: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """The ranks' parts side by side, `[R, num_columns]`, at rank 0; elsewhere some tensor. Rank `i` has
+        """The ranks' parts side by side, `[R, num_columns]`, at rank 0; elsewhere `[0, num_columns]`. Rank `i` has
         `Shard(i, width).of(num_columns)` of the columns."""

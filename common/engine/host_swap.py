@@ -18,7 +18,7 @@ import torch
 
 from common.contract.kv_layout import KVLayout
 from common.engine.batch import Slice
-from common.engine.kv_cache import TORCH_DTYPES, CachePart, KVCache
+from common.engine.kv_cache import TORCH_DTYPES, KVCache
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(destination, source)."""
@@ -55,13 +55,14 @@ class SideStream(Lane):
 
 
 class HostSwap:
-    """Host memory `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, uninitialised.
+    """Host memory `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, uninitialised, for the KV heads of
+    one rank.
 
     Its block `i` is *host slot* `i`. The caller decides who may use a slot.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, lane: Lane | None = None) -> None:
-        """Allocate host slots for a cache on `device`.
+        """Allocate host slots for a cache on `device`; `layout` is that of the rank's part of a block.
 
         On a CPU, slots that were never swapped to cost no memory, because they are not touched. For CUDA the memory is
         pinned, hence resident. Copies are made on `lane`; the default is a stream of its own on a GPU, and in order on
@@ -82,22 +83,16 @@ class HostSwap:
         """Blocks that are being copied from the host."""
 
     def swap_out(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of `cache` to slots: pairs (block, host slot). Runs after everything queued on the device
-        before."""
-        for part in cache.parts:
-            self._copy(part.blocks, self._slots_of(part), pairs)
+        """Copy this rank's part of blocks of `cache` to slots: pairs (block, host slot). Runs after everything queued
+        on the device before."""
+        self._copy(cache.blocks, self._slots, pairs)
         self._read.update(block for block, _ in pairs)
 
     def swap_in(self, cache: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy slots to blocks of `cache`: pairs (host slot, block). Runs after everything queued on the device
         before."""
-        for part in cache.parts:
-            self._copy(self._slots_of(part), part.blocks, pairs)
+        self._copy(self._slots, cache.blocks, pairs)
         self._written.update(block for _, block in pairs)
-
-    def _slots_of(self, part: CachePart) -> torch.Tensor:
-        """The slots of the KV heads of a rank."""
-        return self._slots[:, part.heads.start : part.heads.stop]
 
     def _copy(self, source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         assert len({dst for _, dst in pairs}) == len(pairs), f"two blocks to one place: {pairs}"

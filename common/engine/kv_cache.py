@@ -61,21 +61,16 @@ class KVCache:
         """
         self.blocks.index_fill_(0, blocks, 0)
 
-    def clear(self, blocks: torch.Tensor) -> None:
-        """Zero all parts of `blocks`."""
-        for part in self.parts:
-            part.blocks.index_fill_(0, blocks, 0)
-
     def copy_block(self, src: int, dst: int) -> None:
-        """Copy all of block `src` to block `dst`."""
-        for part in self.parts:
-            part.blocks[dst].copy_(part.blocks[src])
+        """Copy this rank's part of block `src` to block `dst`."""
+        self.blocks[dst].copy_(self.blocks[src])
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything queued on it. Transports access the cache by address, in no such
-        order."""
+        """Wait until the device, that of each part, has done everything that this process has queued on it. Transports
+        access the cache by address, in no such order."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            for device in {part.blocks.device for part in self.parts}:
+                torch.cuda.synchronize(device)
 
 
 class CachePart:

@@ -7,13 +7,14 @@ whose log probabilities are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 
+import numpy as np
 import torch
 
 from common.contract.messages.fields import LEAST_LOGPROB
 from common.contract.messages.worker import TokenScores
-from common.engine.batch import InvalidLogitsError, Scored, Slice
+from common.engine.batch import Ints, InvalidLogitsError, Scored, Slice
 from common.engine.host_copy import HostCopy, to_device
 
 LOGITS_BYTES = 64 * 2**20
@@ -37,7 +38,7 @@ class Scores:
     def __init__(
         self,
         slices: Sequence[Slice],
-        logits: Callable[[torch.Tensor], torch.Tensor],
+        logits: Callable[[Ints], torch.Tensor],
         vocab_size: int,
         device: torch.device,
     ) -> None:
@@ -47,12 +48,13 @@ class Scores:
         places = chain.from_iterable(
             range(start, start + len(each.scored)) for start, each in zip(starts, slices, strict=False)
         )
-        rows_W = to_device(list(places), torch.int64, device)
+        rows_W = np.fromiter(places, np.int64)
         tokens_W = to_device([token for each in slices for token in each.scored], torch.int64, device)
         num_alternatives = max(each.num_alternatives for each in slices)
         num_rows = max(1, LOGITS_BYTES // (4 * vocab_size))
         parts = []
-        for rows, tokens in zip(torch.split(rows_W, num_rows), torch.split(tokens_W, num_rows), strict=True):
+        for begin, tokens in zip(count(0, num_rows), torch.split(tokens_W, num_rows), strict=False):
+            rows = rows_W[begin : begin + num_rows]
             logprobs, taken, values, indices = log_softmax_of(logits(rows).float(), tokens, num_alternatives)
             ranks = (logprobs >= taken[:, None]).sum(dim=-1)
             parts.append((taken.clamp(min=LEAST_LOGPROB), ranks, values.clamp(min=LEAST_LOGPROB), indices))

@@ -27,18 +27,21 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, group: Group | None = None) -> None:
         """With a `group`, `weights` are this rank's part of them, and `config` is still that of the whole model."""
         self.config = config
-        self._own = config if group is None else group.shard.config(config)
+        self.own_config = config if group is None else group.shard.config(config)
+        """The model as this rank computes it; see `Shard.config`."""
+        self.leads = group is None or group.shard.rank == 0
+        """Whether this rank gets the logits."""
         self._group = group
         self._weights = weights
         self._rope = Rope(config.rope, config.head_dim, config.max_sequence_tokens, weights.final_norm.device)
 
     def forward(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> torch.Tensor:
-        """Compute the batch's tokens, store their KV, and return the logits `[R, V]` of `batch.logit_rows_R`."""
+        """Compute the batch's tokens, store their KV, and return `logits` of `batch.logit_rows_R`."""
         return self.logits(self.hidden(batch, cache, backend), batch.logit_rows_R, backend)
 
     def hidden(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> Hidden:
         """Compute the batch's tokens, and store their KV. Returns the hidden states before the final norm."""
-        config, eps = self._own, self.config.rms_norm_eps
+        config, eps = self.own_config, self.config.rms_norm_eps
         cache.begin(batch.begun_blocks)
         h_TE = self._embed(batch.token_ids_T)
         angles = backend.angles(self._rope, batch.positions_T, h_TE.dtype)
@@ -71,7 +74,7 @@ class Decoder:
         return self._group.add(linear(x_TF))
 
     def logits(self, hidden: Hidden, rows_R: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """The logits `[R, V]` of the batch's tokens `rows_R`."""
+        """The logits `[R, V]` of the batch's tokens `rows_R`; `[0, V]` at a rank that gets none."""
         h_TE, delta_TE = hidden
         if rows_R.numel() == 0:
             return h_TE.new_empty(0, self.config.vocab_size)

@@ -1,9 +1,11 @@
-"""The processes of a worker's ranks on a CPU: rank 0 is the worker, and starts the others.
+"""The processes of a worker's ranks: rank 0 is the worker, and starts the others.
 
-What they share is memory without a name, which is gone with them: what they say to each other, and the KV cache of each
-rank, which rank 0 sees too. So it alone copies and swaps blocks, and its transport moves them. A rank ends with its
-parent. If another one ends, or counts no more, the worker ends at once, whatever it computes; gateways see one worker
-that is gone.
+They share memory without a name, which is gone with them: for orders, and on CPUs also for sums. All memory of KV
+caches is rank 0's, whose transport registers it as one cache in parts; the other ranks compute in theirs. On CPUs it is
+shared memory; on GPUs rank 0 allocates it on each rank's device, and the rank opens it by CUDA's handle.
+
+A rank ends with its parent. If another one ends, or counts no more, the worker ends at once, whatever it computes;
+gateways see one worker that is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import logging
 import mmap
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,22 +23,26 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter
+from torch.multiprocessing.reductions import reduce_tensor
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import KVLayout
-from common.engine.backend import TorchBackend
+from common.engine.backends import backend_on
 from common.engine.batch import Ints
+from common.engine.device_group import Collectives, DeviceGroup
+from common.engine.executor import Executor
+from common.engine.group import Group
+from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import KVCache, part_bytes
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
 from common.engine.native import Kernels
 from common.engine.native import kernels as compiled
-from common.engine.native.backend import NativeBackend
 from common.engine.native.group import GroupEndedError, SharedGroup, memory_bytes
 from common.engine.orders import follow
 from common.engine.shard import Shard, require_width
@@ -51,6 +58,8 @@ _PLACE_NUMBERS = 2**16
 _ORDER_NUMBERS = 2**26
 """Half a GiB, of which only what is used takes memory: the block tables of 1,024 sequences of a million tokens."""
 _LOOK_S = 0.05
+_MEET_S = 600.0
+"""Seconds in which all ranks must have joined NCCL, and then each of its operations must end."""
 _END_S = 2.0
 """Seconds in which a rank ends when it is told to."""
 
@@ -64,6 +73,14 @@ class GroupPlan:
     """Those of each rank."""
     pulse: Pulse
     """How often a rank counts, and without how long a pause."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """On GPUs, rank `i` has that of index `i`."""
+    collectives: Collectives | None = None
+    """By which the ranks add up; None for shared memory, which only CPUs have."""
+
+    def device_of(self, rank: int) -> torch.device:
+        """The device of a rank."""
+        return torch.device("cuda", rank) if self.device == "cuda" else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +92,6 @@ class _RankArguments:
     folder: Path
     layout: KVLayout
     """That of a whole block."""
-    num_blocks: int
     in_c: bool
     """Whether the kernels in C compute."""
     exact: bool
@@ -84,7 +100,10 @@ class _RankArguments:
     """Numbers that a rank says at once."""
     parent: int
     group_fd: int
+    meeting_fd: int
+    """See `DeviceGroup`."""
     cache_fd: int
+    """On CPUs, the memory of its part of the cache."""
 
     @property
     def shard(self) -> Shard:
@@ -99,44 +118,29 @@ class Ranks:
     """The other ranks of a worker, started by rank 0."""
 
     def __init__(
-        self,
-        plan: GroupPlan,
-        config: ModelConfig,
-        folder: Path,
-        layout: KVLayout,
-        kv_cache_bytes: int,
-        *,
-        in_c: bool,
-        exact: bool,
+        self, plan: GroupPlan, config: ModelConfig, folder: Path, layout: KVLayout, *, in_c: bool, exact: bool
     ) -> None:
-        """Start them, for a cache of this many bytes in all. They compute with the kernels in C, or with torch; for
-        `exact` see `Linear`. Raises `OperatorError`."""
+        """Start them; they load their part of the model. They compute with the kernels in C, or with those of torch or
+        Triton; for `exact` see `Linear`. Raises `OperatorError`."""
         kernels = compiled()
         if kernels is None:
-            raise OperatorError("--tensor-parallel on a CPU needs a C compiler (cc)")
+            raise OperatorError("--tensor-parallel needs a C compiler (cc)")
         require_width(plan.width, config)
-        shards = [Shard(rank, plan.width) for rank in range(plan.width)]
-        block_bytes = sum(shard.layout(layout).block_bytes for shard in shards)
-        self.num_blocks = kv_cache_bytes // block_bytes
-        """Blocks of the cache."""
-        if not self.num_blocks:
+        if plan.device == "cuda" and torch.cuda.device_count() < plan.width:
             raise OperatorError(
-                f"a KV cache of {kv_cache_bytes} bytes does not hold one block: {block_bytes} bytes for "
-                f"{layout.block_size} tokens at {plan.width} ranks"
+                f"--tensor-parallel {plan.width} needs as many GPUs of this machine, and there are "
+                f"{torch.cuda.device_count()}: the ranks of a worker are on one machine"
             )
-        self._plan = plan
+        self._plan, self._layout = plan, layout
+        self._shards = [Shard(rank, plan.width) for rank in range(plan.width)]
         place_numbers = max(_PLACE_NUMBERS, -(-config.vocab_size // plan.width))
-        sizes = [part_bytes(layout, self.num_blocks, shard) for shard in shards]
-        try:
-            mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE).close()  # which the system refuses if it is far too much
-            self._files = [_memory_file("group", _group_bytes(kernels, plan.width, place_numbers))]
-            self._files += [_memory_file("kv", size) for size in sizes]
-            for file in self._files[1:]:
-                os.posix_fallocate(file, 0, os.fstat(file).st_size)
-            memory, *self.cache_memory = map(_mapped, self._files)
-        except (OSError, OverflowError) as error:
-            raise OperatorError(f"no memory for a KV cache of {kv_cache_bytes} bytes: {error}") from error
-        self.group = SharedGroup(kernels, memory, shards[0], place_numbers, _ORDER_NUMBERS)
+        group_file = _memory_file("group", _group_bytes(kernels, plan.width, place_numbers))
+        self._meeting_file = _memory_file("meeting", 0)
+        self._cache_files = [_memory_file("kv", 0) for _ in self._shards]
+        self._files = [group_file, self._meeting_file, *self._cache_files]
+        memory = _mapped(group_file)
+        self.orders = SharedGroup(kernels, memory, self._shards[0], place_numbers, _ORDER_NUMBERS)
+        self._group: Group = self.orders
         self._pulses = _pulses(memory, plan.width)
         self._closing, self._ready, self._why = False, False, ""
         common = _RankArguments(
@@ -144,32 +148,54 @@ class Ranks:
             rank=0,
             folder=folder,
             layout=layout,
-            num_blocks=self.num_blocks,
             in_c=in_c,
             exact=exact,
             place_numbers=place_numbers,
             parent=os.getpid(),
-            group_fd=self._files[0],
-            cache_fd=self._files[1],
+            group_fd=group_file,
+            meeting_fd=self._meeting_file,
+            cache_fd=self._cache_files[0],
         )
-        each = [replace(common, rank=shard.rank, cache_fd=self._files[1 + shard.rank]) for shard in shards[1:]]
+        each = [replace(common, rank=shard.rank, cache_fd=self._cache_files[shard.rank]) for shard in self._shards[1:]]
         self._processes: list[subprocess.Popen[bytes]] = []
         # A process ends with the thread that started it: this one stays.
         self._watching = threading.Thread(target=self._run, args=(each,), name="ranks", daemon=True)
         self._watching.start()
 
-    def wait(self) -> None:
-        """Wait until all have loaded their part of the model. Raises `OperatorError` if one has not."""
+    def join(self) -> Group:
+        """Wait until all have loaded their part of the model, and return the group. Raises `OperatorError` if one has
+        not."""
         with contextlib.suppress(GroupEndedError):
-            self.group.add(torch.zeros(1))
+            self.orders.add(torch.zeros(1))
         self._ready = True  # from here on, whoever is lost ends this process
         if self._why:
             raise OperatorError(self._why)
+        self._group = _group_of(self._plan, self.orders, self._meeting_file)
+        return self._group
+
+    def cache_memory(self, num_blocks: int, num_host_blocks: int) -> list[torch.Tensor]:
+        """Memory of each rank's part of a KV cache, uint8, which all ranks use from now on, with as many host slots.
+        Raises `RuntimeError` if there is not enough."""
+        sizes = [part_bytes(self._layout, num_blocks, shard) for shard in self._shards]
+        handles = b""
+        if self._plan.device == "cpu":
+            memory = _shared(self._cache_files, sizes)
+        else:
+            memory = [
+                torch.zeros(size, dtype=torch.uint8, device=self._plan.device_of(rank))
+                for rank, size in enumerate(sizes)
+            ]
+            handles = pickle.dumps([reduce_tensor(each) for each in memory[1:]])  # type: ignore[no-untyped-call]
+            for rank in range(self._plan.width):
+                torch.cuda.synchronize(rank)
+        numbers = np.frombuffer(handles + bytes(-len(handles) % 8), np.int64)
+        self.orders.tell([np.array((num_blocks, num_host_blocks)), numbers])
+        return memory
 
     def close(self) -> None:
         """End the processes."""
         self._closing = True
-        self.group.end()
+        self.orders.end()
         for process in self._processes:
             try:
                 process.wait(_END_S)
@@ -177,6 +203,8 @@ class Ranks:
                 process.kill()
                 process.wait()
         self._watching.join()
+        if isinstance(self._group, DeviceGroup):
+            self._group.close()
         for file in self._files:
             os.close(file)
 
@@ -215,12 +243,12 @@ class Ranks:
             for process in self._processes:
                 process.kill()
             os._exit(EXIT_RANK_LOST)
-        self.group.end()  # whoever loads the model raises
+        self.orders.end()  # whoever loads the model raises
 
 
 def _start(arguments: _RankArguments) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "common.engine.ranks", _ARGUMENTS.dump_json(arguments).decode()]
-    files = arguments.group_fd, arguments.cache_fd
+    files = arguments.group_fd, arguments.meeting_fd, arguments.cache_fd
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=files)  # noqa: S603
 
 
@@ -236,6 +264,24 @@ def _mapped(file: int) -> torch.Tensor:
     with contextlib.suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _shared(files: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Memory of these files, which get these sizes."""
+    total = sum(sizes)
+    try:
+        mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE).close()  # which the system refuses if it is far too much
+        for file, size in zip(files, sizes, strict=True):
+            os.posix_fallocate(file, 0, size)
+        return list(map(_mapped, files))
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"{total} bytes: {error}") from error
+
+
+def _group_of(plan: GroupPlan, shared: SharedGroup, meeting_file: int) -> Group:
+    if plan.collectives is None:
+        return shared
+    return DeviceGroup(shared.shard, plan.collectives, meeting_file, _MEET_S)
 
 
 def _group_bytes(kernels: Kernels, width: int, place_numbers: int) -> int:
@@ -265,15 +311,26 @@ def _run(arguments: _RankArguments) -> None:
     memory = _mapped(arguments.group_fd)
     counting = (_pulses(memory, plan.width), shard.rank, plan.pulse.interval_s)
     threading.Thread(target=_count, args=counting, daemon=True).start()
-    group = SharedGroup(kernels, memory, shard, arguments.place_numbers, _ORDER_NUMBERS)
-    own, layout, device = kernels if arguments.in_c else None, arguments.layout, torch.device("cpu")
+    orders = SharedGroup(kernels, memory, shard, arguments.place_numbers, _ORDER_NUMBERS)
+    own, layout, device = kernels if arguments.in_c else None, arguments.layout, plan.device_of(shard.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     config = ModelConfig.from_folder(arguments.folder)
     weights = load_weights(config, arguments.folder, layout.dtype, device, None, own, arguments.exact, shard)
-    cache = KVCache(layout, arguments.num_blocks, device, shard, [_mapped(arguments.cache_fd)])
-    group.add(torch.zeros(1))
-    decoder, backend = Decoder(config, weights, group), TorchBackend() if own is None else NativeBackend(own)
-    with torch.inference_mode():
-        follow(decoder, cache, backend, group)
+    orders.add(torch.zeros(1))
+    group = _group_of(plan, orders, arguments.meeting_fd)
+    num_blocks, num_host_blocks, *handles = orders.hear().tolist()
+    cache = KVCache(layout, num_blocks, device, shard, [_cache_memory(arguments, handles)])
+    swap = HostSwap(shard.layout(layout), num_host_blocks, device)
+    follow(Executor(Decoder(config, weights, group), cache, swap, backend_on(device, own), group), orders)
+
+
+def _cache_memory(arguments: _RankArguments, handles: Sequence[int]) -> torch.Tensor:
+    if arguments.plan.device == "cpu":
+        return _mapped(arguments.cache_fd)
+    opened, what = pickle.loads(np.array(handles).tobytes())[arguments.rank - 1]  # noqa: S301 - it is rank 0's
+    memory: torch.Tensor = opened(*what)
+    return memory
 
 
 def main() -> None:
@@ -281,7 +338,7 @@ def main() -> None:
     try:
         _run(_ARGUMENTS.validate_json(sys.argv[1]))
     except GroupEndedError:
-        os._exit(0)
+        os._exit(0)  # what waits for the others is left
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.contract.errors import OperatorError
@@ -20,25 +21,24 @@ from common.contract.kv_layout import KVLayout
 from common.contract.messages.worker import TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.backend import Backend, TorchBackend
-from common.engine.batch import Chosen, Decodes, Sample, Sampled, Samples, Scored, Slice
+from common.engine.backends import backend_on
+from common.engine.batch import Chosen, Decodes, Ints, Sample, Sampled, Samples, Scored, Slice
+from common.engine.executor import Executor, Pairs
 from common.engine.grammar import Grammars
-from common.engine.graphs import DecodeGraphs
+from common.engine.graphs import Progress
 from common.engine.host_copy import HostCopy, to_device
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
 from common.engine.linear import multiplies_natively
 from common.engine.logprobs import Scores
-from common.engine.model import Decoder, Hidden
+from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
-from common.engine.native.backend import NativeBackend
-from common.engine.orders import LeadingDecoder
+from common.engine.orders import LeadingExecutor
 from common.engine.ragged import Rows
 from common.engine.ranks import GroupPlan, Ranks
 from common.engine.sampler import ChosenOnDevice, choose
-from common.engine.shard import WHOLE
-from common.engine.warm_up import decode_batches, few_rows
-from common.engine.weights import Progress, load_weights, resolve_dtype
+from common.engine.shard import Shard, require_width
+from common.engine.weights import load_weights, resolve_dtype
 from common.scheduling.costs import MIN_OBSERVED_TOKENS, Costs
 
 _log = logging.getLogger(__name__)
@@ -105,44 +105,26 @@ class ModelRunner:
     """A loaded model with its KV cache and swap space. Not thread-safe: one engine thread calls it."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: KVCache,
-        swap: HostSwap,
-        backend: Backend,
-        grammars: Grammars | None = None,
-        close: Callable[[], None] = lambda: None,
+        self, executor: Executor, grammars: Grammars | None = None, close: Callable[[], None] = lambda: None
     ) -> None:
         self.close = close
         """Ends the processes of other ranks, if there are any."""
-        self._decoder = decoder
-        self._cache = cache
-        self._swap = swap
-        self._backend = backend
+        self.executor = executor
+        """What computes, at this rank."""
         self.grammars = grammars
         """Computes grammar masks; None if the model's tokenizer cannot be used."""
-        self._chosen_N = torch.empty(0, dtype=torch.int64, device=cache.device)
+        self._chosen_N = torch.empty(0, dtype=torch.int64, device=executor.cache.device)
         """Tokens chosen by the samples of the last step that had samples."""
-        self._graphs: DecodeGraphs | None = None
 
     def capture_graphs(self, max_num_seqs: int, progress: Progress | None = None) -> None:
-        """Capture CUDA graphs for steps of decode tokens alone, of up to `max_num_seqs` sequences. Needs a GPU."""
-        longest = min(self.config.max_sequence_tokens, self._cache.num_blocks * self.layout.block_size)
-        graphs = DecodeGraphs(
-            self._decoder,
-            self._cache,
-            self._backend,
-            max_num_seqs=max_num_seqs,
-            max_blocks=self.layout.blocks_for(longest),
-        )
-        graphs.capture(progress)
-        self._graphs = graphs
+        """See `Executor.capture_graphs`."""
+        self.executor.capture_graphs(max_num_seqs, progress)
 
     def warm_up(self) -> None:
         """Compile every kernel before a request needs it, by steps of each kind over the first blocks: a prompt, one
         token, and both together. Each kind runs without a sample, as in the middle of a prompt, and with each way of
         sampling."""
-        num_tokens = min(2, self._cache.num_blocks) * self.layout.block_size
+        num_tokens = min(2, self.cache.num_blocks) * self.layout.block_size
         tokens, table = (0,) * num_tokens, list(range(self.layout.blocks_for(num_tokens)))
         ways: list[SamplingParams | None] = [
             None,
@@ -160,41 +142,28 @@ class ModelRunner:
             last = Slice(token_ids=(0,), start=num_tokens - 1, block_table=table, samples=samples)
             for slices in ([prompt], [last], [last, prompt]):
                 self.step(slices)
-        self._warm_up_decode_attention()
-        self._warm_up_products()
-        self._cache.clear(torch.tensor(table, device=self._cache.device))
+        self.executor.warm_up()
+        self.clear(len(table))
 
-    @torch.inference_mode()
-    def _warm_up_decode_attention(self) -> None:
-        """Run decode attention on each batch of `decode_batches`, once for each window."""
-        config, cache = self.config, self._cache
-        one_of_each = {window: config.windows.index(window) for window in config.windows}
-        sizes = (cache.num_blocks, self.layout.block_size, config.max_sequence_tokens)
-        for batch in decode_batches(*sizes, cache.device):
-            q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
-            for window, layer in one_of_each.items():
-                self._backend.attend(q_THD, cache.layer(layer), batch, window, config.head_dim**-0.5)
-
-    @torch.inference_mode()
-    def _warm_up_products(self) -> None:
-        """Compute batches of few rows, for which a GPU may have a kernel of its own."""
-        for batch in few_rows(self.layout.block_size, self._cache.device):
-            self._decoder.forward(batch, self._cache, self._backend)
+    def clear(self, num_blocks: int) -> None:
+        """Zero the first blocks of the cache, and wait until that is done."""
+        self.executor.clear(np.arange(num_blocks))
+        self.step([])
 
     @property
     def config(self) -> ModelConfig:
         """The model's configuration."""
-        return self._decoder.config
+        return self.executor.decoder.config
 
     @property
     def layout(self) -> KVLayout:
         """The geometry of a KV block."""
-        return self._cache.layout
+        return self.cache.layout
 
     @property
     def cache(self) -> KVCache:
         """The KV cache that `step` reads and writes."""
-        return self._cache
+        return self.executor.cache
 
     def objection(
         self, token_ids: Sequence[int], sampling: SamplingParams, prediction: Sequence[int] = ()
@@ -207,7 +176,7 @@ class ModelRunner:
     @property
     def num_host_blocks(self) -> int:
         """Blocks that the swap space holds. Host slots are `[0, num_host_blocks)`."""
-        return self._swap.num_blocks
+        return self.executor.swap.num_blocks
 
     def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
         """Compute `slices`, as `submit` does, and wait for the outcomes."""
@@ -220,30 +189,21 @@ class ModelRunner:
 
         Does not wait for a GPU. What is computed may follow samples of the step that was submitted before.
         """
+        executor = self.executor
         if not slices and decodes is None:
-            self._swap.join()
-            return Submitted(slices, None, self._cache)
-        if self._swap.busy and self._swap.clashes_with([*(decodes.slices() if decodes is not None else ()), *slices]):
-            self._swap.join()
+            executor.join()
+            return Submitted(slices, None, self.cache)
+        swap = executor.swap
+        clashes = swap.busy and swap.clashes_with([*(decodes.slices() if decodes is not None else ()), *slices])
         rows = Rows.of(slices, self.layout.block_size, decodes)
         samples = _samples(slices, decodes)
         num_decodes = 0 if decodes is None else len(decodes)
-        scores = None
-        likeliest = None
-        replayed = None if self._graphs is None else self._graphs.compute(rows, self._chosen_N)
-        if self._graphs is not None and replayed is not None:
-            logits_RV, likeliest = replayed.logits_NV, replayed.likeliest
-            last_tokens_R = self._graphs.last_tokens
-        else:
-            batch = rows.on(self._cache.device)
-            batch.follow(rows.follows_B, self._chosen_N)
-            last_tokens_R = batch.last_tokens
-            hidden = self._decoder.hidden(batch, self._cache, self._backend)
-            logits_RV = self._decoder.logits(hidden, batch.logit_rows_R, self._backend)
-            scores = self._score(slices, hidden, num_decodes)
-        self._swap.join()  # before the outcomes are copied: once they are known, the swaps are over
+        computed = executor.compute(rows, self._chosen_N, after_swaps=clashes)
+        scores = self._score(slices, num_decodes)
+        executor.join()  # before the outcomes are copied: once they are known, the swaps are over
         if samples is None:
-            return Submitted(slices, None, self._cache, scores)
+            return Submitted(slices, None, self.cache, scores)
+        logits_RV, likeliest, last_tokens_R = computed.logits_RV, computed.likeliest, computed.last_tokens
         rows_N: slice | torch.Tensor = slice(None)
         if len(samples) != logits_RV.shape[0]:  # several choices are sampled from one row
             rows_N, likeliest = to_device(rows.sample_rows_N, torch.int64, logits_RV.device), None
@@ -251,36 +211,35 @@ class ModelRunner:
             logits_RV[rows_N],
             samples,
             self.config.eos_token_ids,
-            self._backend,
+            executor.backend,
             lambda: last_tokens_R()[rows_N],
             likeliest,
         )
         self._chosen_N = choice.tokens_N
-        return Submitted(slices, choice, self._cache, scores, num_decodes)
+        return Submitted(slices, choice, self.cache, scores, num_decodes)
 
-    def _score(self, slices: Sequence[Slice], hidden: Hidden, num_decodes: int) -> Scores | None:
+    def _score(self, slices: Sequence[Slice], num_decodes: int) -> Scores | None:
         """Score what the slices ask for. A batch computed by graphs has nothing to score, because the token after a
         sequence's last one is not known."""
         if not any(each.scored for each in slices):
             return None
 
-        def logits(rows_W: torch.Tensor) -> torch.Tensor:
-            return self._decoder.logits(hidden, rows_W + num_decodes, self._backend)
+        def logits(rows_W: Ints) -> torch.Tensor:
+            return self.executor.logits(rows_W + num_decodes)
 
-        return Scores(slices, logits, self.config.vocab_size, self._cache.device)
+        return Scores(slices, logits, self.config.vocab_size, self.cache.device)
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy the KV of block `src` to block `dst`."""
-        self._swap.join()
-        self._cache.copy_block(src, dst)
+        self.executor.copy_block(src, dst)
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def swap_out(self, pairs: Pairs) -> None:
         """Copy the KV of blocks to host memory: pairs (block, host slot)."""
-        self._swap.swap_out(self._cache, pairs)
+        self.executor.swap_out(pairs)
 
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def swap_in(self, pairs: Pairs) -> None:
         """Copy KV from host memory to blocks: pairs (host slot, block)."""
-        self._swap.swap_in(self._cache, pairs)
+        self.executor.swap_in(pairs)
 
 
 def _samples(slices: Sequence[Slice], decodes: Decodes | None) -> Samples | None:
@@ -297,6 +256,7 @@ def load_runner(
     kv_cache_bytes: int | None,
     block_size: int,
     gpu_reserve_bytes: int = 0,
+    gpu_share: float = 1.0,
     swap_bytes: int = 0,
     dtype: str = "auto",
     device: str = "cpu",
@@ -309,21 +269,26 @@ def load_runner(
     """Load the checkpoint in `folder`, and allocate its KV cache and `swap_bytes` of host memory for swapped blocks.
 
     If `kv_cache_bytes` is None, the cache has `CPU_CACHE_BYTES` on a CPU. On a GPU it has the memory that is free after
-    the weights are loaded, less `gpu_reserve_bytes`. `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or
-    "float16", and is that of the cache too. `progress` is called with (tensors loaded, tensors to load). `cpu_kernels`
-    lets a CPU use the kernels in C, compiled if need be; with `row_invariant` they compute every product, so that a
-    sequence's numbers have the same bits whatever is computed beside it. Without `structured_output` the model serves
-    no grammars. With a `group` this process is rank 0, and starts the other ranks. Raises `OperatorError` for whatever
-    the operator must change.
+    the weights are loaded, or what is left of the share `gpu_share` of it, less `gpu_reserve_bytes`. `dtype` is "auto"
+    (the checkpoint's), "float32", "bfloat16" or "float16", and is that of the cache too. `progress` is called with
+    (tensors loaded, tensors to load). `cpu_kernels` lets a CPU use the kernels in C, compiled if need be; with
+    `row_invariant` they compute every product, so that a sequence's numbers have the same bits whatever is computed
+    beside it. Without `structured_output` the model serves no grammars. With a `group` this process is rank 0, and
+    starts the other ranks. Raises `OperatorError` for whatever the operator must change.
     """
     config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config, folder, dtype)
     layout = config.layout(block_size, dtype)
-    on = torch.device(device)
+    on = torch.device(device) if group is None else group.device_of(0)
+    width = 1 if group is None else group.width
+    if width > 1:
+        require_width(width, config)
+    shard = Shard(0, width)
+    own_layout = shard.layout(layout)
     if kv_cache_bytes is None and on.type == "cpu":
         kv_cache_bytes = CPU_CACHE_BYTES
     if kv_cache_bytes is not None:
-        _require_a_block(kv_cache_bytes, layout, folder)
+        _require_a_block(kv_cache_bytes, own_layout, width)
     kernels = native.kernels() if on.type == "cpu" and cpu_kernels and native.serves(config.head_dim) else None
     if on.type == "cpu" and kernels is None and not multiplies_natively(TORCH_DTYPES[dtype]):
         _log.warning("this CPU has no instructions for %s: weights are held, and multiplied, in float32", dtype)
@@ -333,50 +298,51 @@ def load_runner(
             f"that is a multiple of 8 up to 512, not {config.head_dim}"
         )
     with ExitStack() as stack:
-        ranks, shard = None, WHOLE
+        ranks = None
         if group is not None:
-            assert kv_cache_bytes is not None, "a GPU has no groups"
-            ranks = Ranks(group, config, folder, layout, kv_cache_bytes, in_c=kernels is not None, exact=row_invariant)
+            ranks = Ranks(group, config, folder, layout, in_c=kernels is not None, exact=row_invariant)
             stack.callback(ranks.close)
-            shard = ranks.group.shard
         weights = load_weights(config, folder, dtype, on, progress, kernels, row_invariant, shard)
+        together = None if ranks is None else ranks.join()
         if kv_cache_bytes is None:
-            free, _ = torch.cuda.mem_get_info(on)
-            kv_cache_bytes = max(0, free - gpu_reserve_bytes)
-            _require_a_block(kv_cache_bytes, layout, folder)
+            devices = [on] if group is None else [group.device_of(rank) for rank in range(width)]
+            memory_of = [torch.cuda.mem_get_info(each) for each in devices]
+            room = _room(memory_of, gpu_share, torch.cuda.memory_reserved(on))
+            kv_cache_bytes = width * max(0, room - gpu_reserve_bytes)
+            _require_a_block(kv_cache_bytes, own_layout, width)
+        num_blocks, num_host_blocks = (
+            size // (width * own_layout.block_bytes) for size in (kv_cache_bytes, swap_bytes)
+        )
         try:
-            if ranks is None:
-                cache = KVCache(layout, kv_cache_bytes // layout.block_bytes, on)
-            else:
-                cache = KVCache(layout, ranks.num_blocks, on, shard, ranks.cache_memory)
-            swap = HostSwap(layout, swap_bytes // layout.block_bytes, on)
+            memory = None if ranks is None else ranks.cache_memory(num_blocks, num_host_blocks)
+            cache = KVCache(layout, num_blocks, on, shard, memory)
+            swap = HostSwap(own_layout, num_host_blocks, on)
         except RuntimeError as error:
             raise OperatorError(
                 f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
             ) from error
         grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids) if structured_output else None
-        if ranks is None:
-            decoder = Decoder(config, weights)
+        decoder, backend = Decoder(config, weights, together), backend_on(on, kernels)
+        if ranks is None or together is None:
+            executor = Executor(decoder, cache, swap, backend)
         else:
-            ranks.wait()
-            decoder = LeadingDecoder(config, weights, ranks.group)
-        return ModelRunner(decoder, cache, swap, _backend(on, kernels), grammars, stack.pop_all().close)
+            executor = LeadingExecutor(decoder, cache, swap, backend, together, ranks.orders)
+        return ModelRunner(executor, grammars, stack.pop_all().close)
 
 
-def _require_a_block(kv_cache_bytes: int, layout: KVLayout, folder: Path) -> None:
-    if kv_cache_bytes < layout.block_bytes:
+def _room(memory_of: Sequence[tuple[int, int]], share: float, used: int) -> int:
+    """Bytes of each GPU that a worker may still use: what is free, and is left of its share. `memory_of` has the free
+    and all bytes of each; each rank has used as many."""
+    return int(min(min(free, share * total - used) if share < 1 else free for free, total in memory_of))
+
+
+def _require_a_block(kv_cache_bytes: int, own_layout: KVLayout, width: int) -> None:
+    block_bytes = width * own_layout.block_bytes
+    if kv_cache_bytes < block_bytes:
         raise OperatorError(
-            f"a KV cache of {kv_cache_bytes} bytes does not hold one block: {layout.block_bytes} bytes for "
-            f"{layout.block_size} tokens of {folder}"
+            f"a KV cache of {kv_cache_bytes} bytes does not hold one block: {block_bytes} bytes for "
+            f"{own_layout.block_size} tokens at {width} rank{'s' if width > 1 else ''}"
         )
-
-
-def _backend(device: torch.device, kernels: native.Kernels | None) -> Backend:
-    if device.type != "cpu":
-        from common.engine.kernels.backend import TritonBackend  # here, so that only a GPU needs triton
-
-        return TritonBackend(device)
-    return TorchBackend() if kernels is None else NativeBackend(kernels)
 
 
 def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:
@@ -402,8 +368,7 @@ def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], flo
 
     step_s, token_s = _step_and_token_s(prefill, most_tokens, clock)
     swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
-    cache.clear(torch.tensor(table, device=cache.device))
-    cache.synchronize()
+    runner.clear(len(table))
     return Costs(prefill_s_per_token=token_s, step_s=step_s, swap_s_per_block=swap_s / 2)
 
 

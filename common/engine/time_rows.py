@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from common.engine.batch import NO_SAMPLE, PARAMETERS, Decodes, Samples
 from common.engine.runner import ModelRunner
@@ -47,8 +46,7 @@ def time_rows(runner: ModelRunner, most_rows: int, clock: Callable[[], float] = 
     if long > 1 and clock() < end:
         plain_s = times.step_s((_LONG_ROWS, 0))
         times.token_s = max(0.0, timed(_LONG_ROWS, long) - plain_s) / (_LONG_ROWS * long)
-    runner.cache.clear(torch.arange(num_blocks, device=runner.cache.device))
-    runner.cache.synchronize()
+    runner.clear(num_blocks)
     return times
 
 

@@ -136,6 +136,9 @@ class WorkerSettings(TierSettings):
     gpu_reserve_bytes: int = Field(
         4 * 2**30, ge=0, description="GPU memory that a KV cache without a size leaves to activations and CUDA graphs"
     )
+    gpu_share: float = Field(
+        1.0, gt=0, le=1, description="share of each GPU's memory that the worker may use, if others have the rest"
+    )
     cpu_kernels: bool = Field(True, description="on a CPU: compute with kernels in C, compiled at first use")
     row_invariant: bool = Field(
         False,
@@ -146,7 +149,7 @@ class WorkerSettings(TierSettings):
         0, ge=0, le=1024, description="threads of the engine on a CPU, of each rank (0: one for each core, in all)"
     )
     tensor_parallel: Width = Field(
-        1, description="ranks among which the model is divided, each a process (on a CPU; not on a GPU yet)"
+        1, description="ranks among which the model is divided, each a process, on GPUs with one of its own"
     )
     run_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan a step while the one before it runs: auto does on a GPU"
@@ -432,7 +435,9 @@ class ServeSettings(ProcessSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
     transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
-    kv_cache_bytes: int = Field(256 * 2**20, ge=1, description="bytes of the KV cache of each worker")
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="bytes of the KV cache of each worker (none: as the worker decides)"
+    )
     restart: Literal["always", "never"] = Field(
         "always", description="whether a process that ends is started again; never: the stack ends with it"
     )

@@ -22,6 +22,7 @@ from common.contract.errors import OperatorError
 from common.runtime.checkpoint import DEMO_FOLDER, resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import ENV_PREFIX, ServeSettings, load
+from common.runtime.gpus import VISIBLE, gpus_here, placed
 from common.runtime.lifecycle import end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
 from common.runtime.restarts import MAX_RESTARTS, WINDOW_S, Restarts
@@ -41,6 +42,8 @@ class Child:
     name: str
     role: str
     options: Sequence[str]
+    variables: dict[str, str] = field(default_factory=dict)
+    """What its environment has besides that of the stack."""
     restarts: Restarts = field(default_factory=Restarts)
     process: asyncio.subprocess.Process | None = None
     facts: dict[str, object] = field(default_factory=dict)
@@ -81,17 +84,24 @@ class LocalStack:
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
         common += [] if settings.curve_keys is None else ["--curve-keys", settings.curve_keys]
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-        for pool, index in workers:
+        gpus = [] if settings.device == "cpu" else gpus_here()
+        places = placed([width_of[pool] for pool, _ in workers], gpus) if gpus else [None] * len(workers)
+        for (pool, index), place in zip(workers, places, strict=True):
             role = "decode" if pool == "latency" else pool
             control, http = (self._reserve("127.0.0.1", 0) for _ in range(2))
             addresses[role].append(f"127.0.0.1:{control}")
             options = ["--num-threads", str(threads), "--tensor-parallel", str(width_of[pool])]
-            options += ["--kv-cache-bytes", str(settings.kv_cache_bytes)]
+            if settings.kv_cache_bytes is not None:
+                options += ["--kv-cache-bytes", str(settings.kv_cache_bytes)]
+            variables = {}
+            if place is not None:
+                variables[VISIBLE] = ",".join(place.gpus)
+                options += ["--gpu-share", str(place.share)]
             options += ["--dtype", settings.dtype, "--transport", settings.transport, "--device", settings.device]
             options += ["--host", "127.0.0.1", "--control-port", str(control), "--http-port", str(http)]
             # Said only of these: a variable may give the others a profile.
             options += ["--profile", "latency"] if pool == "latency" else []
-            self._children.append(Child(f"{pool}-{index}", role, [*common, *options]))
+            self._children.append(Child(f"{pool}-{index}", role, [*common, *options], variables))
         options = ["--host", settings.host, "--port", str(port)]
         options += ["--prefill-workers", ",".join(addresses["prefill"])]
         options += ["--decode-workers", ",".join(addresses["decode"])]
@@ -200,7 +210,7 @@ class LocalStack:
                 str(os.getpid()),
                 pass_fds=(writer,),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=_environment(self._settings),
+                env=_environment(self._settings) | child.variables,
                 start_new_session=True,  # Ctrl-C reaches the stack alone, which then ends its processes in order
             )
         finally:

@@ -46,10 +46,14 @@ async def start_worker(
 def region_of(cache: KVCache) -> Region:
     """The cache as addresses: every rank's part."""
     head_bytes = cache.layout.block_bytes // cache.layout.num_kv_heads
-    device_id = cache.device.index or 0
     return Region(
         parts=tuple(
-            RankPart(part.address, part.heads.start * head_bytes, part.heads.stop * head_bytes, device_id)
+            RankPart(
+                part.address,
+                part.heads.start * head_bytes,
+                part.heads.stop * head_bytes,
+                part.blocks.device.index or 0,
+            )
             for part in cache.parts
         ),
         num_blocks=cache.num_blocks,

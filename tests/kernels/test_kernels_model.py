@@ -14,6 +14,7 @@ from checkpoints import FAMILIES, VOCAB_SIZE
 from common.contract.sampling import SamplingParams
 from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
+from common.engine.executor import Executor
 from common.engine.graphs import Computed, DecodeGraphs, ladder
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
@@ -44,7 +45,7 @@ def runner_of(folder: Path, device: torch.device, backend: Backend, dtype: str =
     layout = config.layout(BLOCK_SIZE, dtype)
     weights = load_weights(config, folder, dtype, device)
     cache, swap = KVCache(layout, 24, device), HostSwap(layout, 0, device)
-    return ModelRunner(Decoder(config, weights), cache, swap, backend)
+    return ModelRunner(Executor(Decoder(config, weights), cache, swap, backend))
 
 
 def tokens_of(runner: ModelRunner, prompts: list[list[int]], num_steps: int) -> list[list[int]]:
@@ -97,7 +98,9 @@ def test_products_of_few_rows_by_the_kernel_give_the_same_tokens(
     keep_rows(monkeypatch)
     runner = runner_of(folder, device, backend)
     tilings = {1: SkinnyTiling(columns=32, depth=32), 4: SkinnyTiling(columns=16, depth=16, splits=3)}
-    entries = skinny_entries(runner._decoder._weights, 4, tilings | {2: tilings[1], 8: tilings[4], 16: tilings[1]})
+    entries = skinny_entries(
+        runner.executor.decoder._weights, 4, tilings | {2: tilings[1], 8: tilings[4], 16: tilings[1]}
+    )
     backend._tuning = Tuning("tuned", 0, {"tuned": entries})
     calls: list[tuple[int, ...]] = []
 
@@ -129,7 +132,7 @@ def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
 ) -> None:
     """A small batch after a large one: what that has left in the buffers does nothing."""
     runner = runner_of(checkpoint("llama"), device, TritonBackend(device))
-    graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=6, max_blocks=4)
+    graphs = EagerGraphs(runner.executor.decoder, runner.cache, runner.executor.backend, max_num_seqs=6, max_blocks=4)
     token_ids = torch.randint(5, VOCAB_SIZE, (5, 40), generator=torch.Generator().manual_seed(1)).tolist()
     tables = [[4 * row + column for column in range(4)] for row in range(5)]
     lens = [20, 33, 1, 17, 16]
@@ -147,7 +150,7 @@ def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     for rows, places in (([0, 1, 2, 3, 4], 6), ([3, 0, 2], 4), ([1], 1)):
         runner.cache.blocks.copy_(before)
-        expected = runner._decoder.forward(batch(rows).on(device), runner.cache, runner._backend)
+        expected = runner.executor.decoder.forward(batch(rows).on(device), runner.cache, runner.executor.backend)
         written = runner.cache.blocks.clone()
         runner.cache.blocks.copy_(before)
         computed = graphs.compute(batch(rows), nothing)
@@ -164,11 +167,11 @@ def test_a_graph_ends_with_logits_in_float32_and_the_likeliest_tokens_bit_for_bi
     device: torch.device, checkpoint: Callable[[str], Path], dtype: str
 ) -> None:
     runner = runner_of(checkpoint("llama"), device, TritonBackend(device), dtype)
-    graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
+    graphs = EagerGraphs(runner.executor.decoder, runner.cache, runner.executor.backend, max_num_seqs=4, max_blocks=4)
     slices = [Slice(token_ids=[7 + row], start=0, block_table=[row], samples=(ANY,)) for row in range(3)]
     computed = graphs.compute(Rows.of(slices, BLOCK_SIZE), torch.empty(0, dtype=torch.int64, device=device))
     assert computed is not None
-    logits = runner._decoder.forward(graphs._places(4), runner.cache, runner._backend)[:3]
+    logits = runner.executor.decoder.forward(graphs._places(4), runner.cache, runner.executor.backend)[:3]
     assert logits.dtype == runner.cache.blocks.dtype
     assert computed.logits_NV.dtype == torch.float32
     assert torch.equal(computed.logits_NV, logits.float())
@@ -181,18 +184,18 @@ def test_a_greedy_step_asks_for_nothing_after_its_graph(
     device: torch.device, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runner_of(checkpoint("llama"), device, TritonBackend(device))
-    graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
-    runner._graphs = graphs
+    graphs = EagerGraphs(runner.executor.decoder, runner.cache, runner.executor.backend, max_num_seqs=4, max_blocks=4)
+    runner.executor.graphs = graphs
     computed: list[Computed] = []
 
     def compute(rows: Rows, chosen_N: torch.Tensor) -> Computed | None:
         result = EagerGraphs.compute(graphs, rows, chosen_N)
         assert result is not None
         computed.append(result)
-        monkeypatch.setattr(runner._backend, "best", None)  # whoever calls it from here on fails
+        monkeypatch.setattr(runner.executor.backend, "best", None)  # whoever calls it from here on fails
         return result
 
-    monkeypatch.setattr(runner._graphs, "compute", compute)
+    monkeypatch.setattr(runner.executor.graphs, "compute", compute)
     ((token,),) = runner.step([Slice(token_ids=[7], start=0, block_table=[0], samples=(GREEDY,))])
     assert isinstance(token, SampledToken)
     assert token.token_id == int(computed[0].logits_NV.argmax())
@@ -232,9 +235,11 @@ def test_tokens_that_follow_the_step_before_are_looked_up_in_the_graph(
     params = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=repetition_penalty)
     expected = follow_step_by_step(runner_of(folder, device, TritonBackend(device)), params)
     runner = runner_of(folder, device, TritonBackend(device))
-    runner._graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=4, max_blocks=4)
+    runner.executor.graphs = EagerGraphs(
+        runner.executor.decoder, runner.cache, runner.executor.backend, max_num_seqs=4, max_blocks=4
+    )
     assert follow_step_by_step(runner, params) == expected
-    assert runner._graphs.replayed == 2
+    assert runner.executor.graphs.replayed == 2
     assert len({str(each) for each in expected}) == 4
 
 
@@ -242,7 +247,7 @@ def test_what_is_no_batch_of_decode_tokens_has_no_graph(
     device: torch.device, checkpoint: Callable[[str], Path]
 ) -> None:
     runner = runner_of(checkpoint("llama"), device, TritonBackend(device))
-    graphs = EagerGraphs(runner._decoder, runner.cache, runner._backend, max_num_seqs=2, max_blocks=4)
+    graphs = EagerGraphs(runner.executor.decoder, runner.cache, runner.executor.backend, max_num_seqs=2, max_blocks=4)
     decode = Slice(token_ids=[7], start=3, block_table=[0], samples=(ANY,))
     chosen = torch.tensor([7, 8, 9], device=device)
     for slices in (

@@ -15,7 +15,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from common.contract.sampling import SamplingParams
 from common.engine.backend import Backend, TorchBackend
-from common.engine.batch import Sample, Slice
+from common.engine.batch import Ints, Sample, Slice
+from common.engine.executor import Executor
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
 from common.engine.kernels.skinny import SkinnyTiling
@@ -99,7 +100,9 @@ def runner_of(folder: Path, backend: Backend) -> ModelRunner:
     config = ModelConfig.from_folder(folder)
     layout = config.layout(BLOCK_SIZE, "bfloat16")
     weights = load_weights(config, folder, "bfloat16", CPU)
-    return ModelRunner(Decoder(config, weights), KVCache(layout, NUM_BLOCKS, CPU), HostSwap(layout, 0, CPU), backend)
+    return ModelRunner(
+        Executor(Decoder(config, weights), KVCache(layout, NUM_BLOCKS, CPU), HostSwap(layout, 0, CPU), backend)
+    )
 
 
 def any_params(draw: random.Random) -> SamplingParams:
@@ -139,7 +142,7 @@ def test_no_step_meets_a_kernel_that_was_not_warmed_up(
     backend = TritonBackend(CPU)
     keep_rows(monkeypatch)
     runner = runner_of(checkpoint(family), backend)
-    of_products = skinny_entries(runner._decoder._weights, 2, PRODUCTS)
+    of_products = skinny_entries(runner.executor.decoder._weights, 2, PRODUCTS)
     backend._tuning, backend._num_processors = Tuning(gpu, 0, {"tuned": TABLE["tuned"] + of_products}), 132
     recorder = Recorder(monkeypatch)
     runner.warm_up()
@@ -171,13 +174,13 @@ def test_no_step_meets_a_kernel_that_was_not_warmed_up(
 def test_the_cache_is_empty_after_the_warm_up(checkpoint: Callable[[str], Path]) -> None:
     runner = runner_of(checkpoint("mistral"), TorchBackend())
     written: list[bool] = []
-    clear = runner.cache.clear
+    clear = runner.executor.clear
 
-    def watch(blocks: torch.Tensor) -> None:
+    def watch(blocks: Ints) -> None:
         written.append(bool(runner.cache.blocks.any()))
         clear(blocks)
 
-    runner.cache.clear = watch  # type: ignore[method-assign]
+    runner.executor.clear = watch  # type: ignore[method-assign]
     runner.warm_up()
     assert any(written)
     assert not runner.cache.blocks.any()

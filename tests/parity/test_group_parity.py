@@ -16,7 +16,8 @@ from common.contract.errors import OperatorError
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.backend import Backend, TorchBackend
-from common.engine.batch import Sample, Slice
+from common.engine.batch import Sample, Samples, Slice
+from common.engine.draw import draw, random_numbers
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
@@ -108,6 +109,48 @@ def test_logits_differ_by_rounding_alone_where_a_head_is_tied_and_nothing_divide
     assert together.shape == (387,)
     tolerance = {"float32": 1e-5, "bfloat16": 0.03}[dtype]
     assert (together.float() - alone.float()).norm() < tolerance * alone.float().norm()
+
+
+def differing_draws(alone_V: torch.Tensor, other_V: torch.Tensor, top_k: int, position: int) -> list[float]:
+    """Of 5,000 tokens drawn from either logits: those that differ, each by how far its random number is from a border
+    of the cumulative distribution."""
+    params = [SamplingParams(max_tokens=1, temperature=1.0, top_k=top_k, seed=seed) for seed in range(5000)]
+    samples = Samples.of(
+        [Sample(params=each, choice=0, position=position, token_ids=(), prompt_len=1) for each in params]
+    )
+    drawn_P, other_P = (draw(each.repeat(5000, 1), each.max().repeat(5000), samples) for each in (alone_V, other_V))
+    kept_V = alone_V.double()
+    if top_k:
+        kept_V = kept_V.masked_fill(alone_V < alone_V.topk(top_k).values[-1], -torch.inf)
+    borders_V = torch.cat((kept_V.new_zeros(1), kept_V.softmax(dim=-1).cumsum(dim=-1)))
+    numbers_P = torch.from_numpy(random_numbers(samples))
+    return [(borders_V - numbers_P[row]).abs().min().item() for row in torch.nonzero(drawn_P != other_P).flatten()]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_drawn_tokens_differ_only_where_logits_within_a_tolerance_decide(
+    tmp_path: Path, dtype: str, tolerance: float, top_k: int
+) -> None:
+    """A token is drawn where the cumulative distribution reaches a random number. Logits that are off by `tolerance`
+    move its borders by less than twice that, and the edge of the most likely tokens. Nothing else may tell widths
+    apart; nor logits that are that far off on purpose."""
+    folder = make_checkpoint("llama", tmp_path, num_key_value_heads=2)
+    one, four = Ranks(folder, 1, dtype), Ranks(folder, 4, dtype)
+    generator = torch.Generator().manual_seed(0)
+    distances, of_purpose, tokens = [], [], list(PROMPT)
+    for start in (0, *range(len(PROMPT), len(PROMPT) + 12)):
+        alone_V, together_V = (ranks.logits(tokens[start:], start).float() for ranks in (one, four))
+        assert (alone_V - together_V).abs().max() < tolerance
+        tokens.append(int(alone_V.argmax()))
+        edge = alone_V.topk(top_k + 1).values[-2:]
+        if top_k and edge[0] - edge[1] < 2 * tolerance:
+            continue  # which tokens can be drawn is decided by as little
+        off_V = alone_V + tolerance * (2 * torch.rand(alone_V.shape, generator=generator) - 1)
+        distances += differing_draws(alone_V, together_V, top_k, len(tokens))
+        of_purpose += differing_draws(alone_V, off_V, top_k, len(tokens))
+    assert max(distances, default=0.0) < 2 * tolerance
+    assert 0 < max(of_purpose) < 2 * tolerance
 
 
 def test_ranks_hold_their_part_of_the_whole_cache(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_copy_and_clear_concern_all_layers_of_one_block() -> None:
     for layer in range(3):
         assert bool((cache.layer(layer)[2] == layer + 1).all())
         assert not cache.layer(layer)[1].any()
-    cache.clear(torch.tensor([0]))
+    cache.begin(torch.tensor([0]))
     for layer in range(3):
         assert not cache.layer(layer)[0].any()
         assert bool((cache.layer(layer)[2] == layer + 1).all())

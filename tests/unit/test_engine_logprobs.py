@@ -106,7 +106,7 @@ def test_a_few_rows_of_logits_are_there_at_once(
     (whole,) = in_chunks(runner)
     monkeypatch.setattr(logprobs, "LOGITS_BYTES", 4 * 4 * reference.shape[1])
     sizes: list[int] = []
-    decoder = runner._decoder
+    decoder = runner.executor.decoder
     logits = decoder.logits
 
     def watched(hidden, rows, backend):  # type: ignore[no-untyped-def]

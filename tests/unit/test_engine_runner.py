@@ -21,6 +21,7 @@ from common.engine import native
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.engine import Engine, device_of
 from common.engine.engine_thread import EngineThread
+from common.engine.executor import Executor
 from common.engine.host_swap import Copy, HostSwap, Lane
 from common.engine.native.backend import NativeBackend
 from common.engine.rope import Angles, Rope
@@ -87,7 +88,7 @@ class Late(ModelRunner):
         assert kernels is not None
         self.lane, self.log = LateLane(log), log
         swap = HostSwap(runner.layout, runner.num_host_blocks, runner.cache.device, self.lane)
-        super().__init__(runner._decoder, runner.cache, swap, Logged(kernels))
+        super().__init__(Executor(runner.executor.decoder, runner.cache, swap, Logged(kernels)))
 
 
 @pytest.fixture(params=["at once", "late"])

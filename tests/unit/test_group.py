@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -93,6 +94,31 @@ def test_orders_come_one_after_another(compiled: native.Kernels) -> None:
     together(group, run)
     with pytest.raises(AssertionError, match="too long"):
         group[0].tell((np.arange(100),))
+
+
+def test_an_order_waits_until_all_have_read_the_one_before(compiled: native.Kernels) -> None:
+    first, *others = group_of(compiled, 3)
+    read: list[list[int]] = [[], []]
+
+    def run(rank: int) -> None:
+        for order in range(20):
+            if order % 7 == 3 + rank:
+                time.sleep(0.02)
+            read[rank] += others[rank].hear().tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(run, rank) for rank in range(2)]
+        for order in range(20):
+            first.tell((np.array([order]),))
+        for reader in readers:
+            reader.result()
+    assert read == [list(range(20))] * 2
+    first.tell((np.array([20]),))
+    ended = threading.Timer(0.3, first.end)
+    ended.start()
+    with pytest.raises(GroupEndedError):
+        first.tell((np.array([21]),))
+    ended.join()
 
 
 @pytest.mark.parametrize("waits", ["for an order", "for a part"])

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from checkpoints import make_checkpoint
 from needs import require
 
@@ -21,7 +20,8 @@ from common.contract.messages.worker import TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import ranks
 from common.engine.batch import Sample, SampledToken, Slice
-from common.engine.orders import batch_of, batch_order
+from common.engine.device_group import Collectives
+from common.engine.orders import compute_order, rows_of
 from common.engine.ragged import Rows
 from common.engine.ranks import EXIT_RANK_LOST, GroupPlan
 from common.engine.runner import ModelRunner, load_runner
@@ -32,8 +32,8 @@ PROMPT = [7 * index % 380 for index in range(50)]
 ELSEWHERE = list(range(20, 30))
 
 
-def load(folder: Path, width: int, kv_cache_bytes: int = 2**20) -> ModelRunner:
-    plan = None if width == 1 else GroupPlan(width=width, num_threads=1, pulse=Pulse())
+def load(folder: Path, width: int, collectives: Collectives | None = None, kv_cache_bytes: int = 2**20) -> ModelRunner:
+    plan = GroupPlan(width=width, num_threads=1, pulse=Pulse(), collectives=collectives) if width > 1 else None
     return load_runner(
         folder, kv_cache_bytes=kv_cache_bytes, block_size=BLOCK_SIZE, dtype="float32", swap_bytes=2**18, group=plan
     )
@@ -45,10 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_key_value_heads=2)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[(2, None), (4, None), (2, "gloo"), (4, "gloo")], ids=str)
 def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    """A worker alone, and one of several ranks."""
-    alone, together = load(folder, 1), load(folder, request.param)
+    """A worker alone, and one of several ranks, which add up in shared memory, or as those on GPUs do."""
+    alone, together = load(folder, 1), load(folder, *request.param)
     yield alone, together
     together.close()
 
@@ -78,7 +78,7 @@ def test_copies_and_swaps_concern_the_blocks_of_all_ranks(pair: tuple[ModelRunne
     assert decoded(together, expected[: start + 1], 9, ELSEWHERE, start) == expected
     together.swap_out([(block, slot) for slot, block in enumerate(table)])
     together.submit([])  # the swaps are over
-    together.cache.clear(torch.tensor(table))
+    together.executor.clear(np.array(table))
     assert decoded(together, expected[: start + 1], 9, table, start) != expected, "the blocks are empty"
     together.swap_in([(slot, block) for slot, block in enumerate(table)])
     assert decoded(together, expected[: start + 1], 9, table, start) == expected
@@ -98,17 +98,46 @@ def test_log_probabilities_of_a_prompt_are_those_of_a_worker_alone(pair: tuple[M
     assert len(together.logprobs) == len(PROMPT) - 1
 
 
-def test_a_batch_is_the_same_on_the_other_side() -> None:
+def test_steps_follow_tokens_that_only_rank_0_knows(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    """Steps that are planned before the tokens of the step before are known, as on a GPU."""
+    found = []
+    for runner in pair:
+        params = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
+        submitted = []
+        for step in range(4):
+            position = len(PROMPT) + step
+            samples = tuple(
+                Sample(params=params, choice=choice, position=position, token_ids=PROMPT, prompt_len=len(PROMPT))
+                for choice in range(2)
+            )
+            if not step:
+                slices = [Slice(token_ids=PROMPT, start=0, block_table=ELSEWHERE, samples=samples)]
+            else:
+                both = [(ELSEWHERE, samples[:1], 1), (list(range(10)), samples[1:], 0)]
+                slices = [
+                    Slice(token_ids=[0], start=position - 1, block_table=table, samples=one, follows=before)
+                    for table, one, before in both
+                ]
+            submitted.append(runner.submit(slices))
+        found.append([each.outcomes() for each in submitted])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("follows", [None, 1])
+def test_rows_are_the_same_on_the_other_side(follows: int | None) -> None:
     sample = Sample(params=SamplingParams(max_tokens=1), choice=0, position=0, token_ids=(), prompt_len=0)
     slices = [
         Slice(token_ids=[5, 6, 7], start=6, block_table=[3, 1]),
-        Slice(token_ids=[9], start=20, block_table=[4, 2, 7], samples=(sample,)),
+        Slice(token_ids=[9], start=20, block_table=[4, 2, 7], samples=(sample,), follows=follows),
     ]
-    batch = Rows.of(slices, BLOCK_SIZE).on(torch.device("cpu"))
-    other = batch_of(np.concatenate([part.ravel() for part in batch_order(batch)]))
-    for name in batch.__slots__:
-        ours, theirs = getattr(batch, name), getattr(other, name)
-        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, name
+    rows = Rows.of(slices, BLOCK_SIZE)
+    other, num_chosen, after_swaps = rows_of(np.concatenate([part.ravel() for part in compute_order(rows, 5, True)]))
+    assert (num_chosen, after_swaps) == (5, True)
+    assert rows.arrays.keys() == other.arrays.keys()
+    for name, ours in rows.arrays.items():
+        np.testing.assert_array_equal(ours, other.arrays[name], err_msg=name)
+    for name in ("follows_B", "block_size", "num_tokens", "query_lens", "seq_lens"):
+        np.testing.assert_array_equal(getattr(rows, name), getattr(other, name), err_msg=name)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

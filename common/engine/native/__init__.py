@@ -91,8 +91,10 @@ class Kernels:
         self._silu_mul = _function(library, "baton_silu_mul", [p, n, n, p, i], None)
         self.group_add = _function(library, "baton_group_add", [p, p, n], i)
         self.group_beside = _function(library, "baton_group_beside", [p, p, n, n, p], i)
+        self.group_wait_for_readers = _function(library, "baton_group_wait_for_readers", [p], i)
         self.group_tell = _function(library, "baton_group_tell", [p], None)
-        self.group_hear = _function(library, "baton_group_hear", [p, n], i)
+        self.group_hear = _function(library, "baton_group_hear", [p], i)
+        self.group_has_read = _function(library, "baton_group_has_read", [p], None)
         self.group_end = _function(library, "baton_group_end", [p], None)
         self.group_table_bytes = _function(library, "baton_group_table_bytes", [], n)()
 

@@ -17,7 +17,8 @@ enum {
 
 struct seat {
     _Atomic uint32_t turn; /* the last one that the rank has taken */
-    char rest[60];         /* so that each is in a cache line of its own */
+    _Atomic uint32_t read; /* how many orders it has read */
+    char rest[56];         /* so that each is in a cache line of its own */
 };
 
 struct table {
@@ -114,11 +115,29 @@ int baton_group_beside(const struct member *me, const float *part, long rows, lo
     return 0;
 }
 
-/* Give the next order, which is in the shared memory. */
-void baton_group_tell(struct table *table) { say(table, &table->told, atomic_load(&table->told) + 1); }
+/* Wait until all have read the last order, whose place the next one takes. Returns nonzero if the group has ended. */
+int baton_group_wait_for_readers(const struct member *me) {
+    struct table *table = me->table;
+    for (long rank = 0; rank < me->width; rank++)
+        if (rank != me->rank && hear(table, &table->seats[rank].read, atomic_load(&table->told))) return 1;
+    return 0;
+}
 
-/* Wait for order `number`, counted from 1. Returns nonzero if the group has ended. */
-int baton_group_hear(struct table *table, long number) { return hear(table, &table->told, number); }
+/* Give the next order, which is in the shared memory. */
+void baton_group_tell(const struct member *me) {
+    say(me->table, &me->table->told, atomic_load(&me->table->told) + 1);
+}
+
+/* Wait for the order after the last one that this rank has read. Returns nonzero if the group has ended. */
+int baton_group_hear(const struct member *me) {
+    return hear(me->table, &me->table->told, atomic_load(&me->table->seats[me->rank].read) + 1);
+}
+
+/* Say that this rank has read one more order. */
+void baton_group_has_read(const struct member *me) {
+    _Atomic uint32_t *read = &me->table->seats[me->rank].read;
+    say(me->table, read, atomic_load(read) + 1);
+}
 
 /* Let nobody wait any more. */
 void baton_group_end(struct table *table) { atomic_store(&table->ended, 1); }

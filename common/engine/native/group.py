@@ -47,7 +47,6 @@ class SharedGroup:
         self._me = ctypes.addressof(self._member)
         orders = _places_end(kernels, shard.width, place_numbers)
         self._order: Ints = memory[orders : orders + 8 * order_numbers].numpy().view(np.int64)
-        self._num_orders = 0
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group.add`. Sums are in float32."""
@@ -64,20 +63,22 @@ class SharedGroup:
         return out.to(x_RV.dtype)
 
     def tell(self, order: Sequence[Ints]) -> None:
-        """Rank 0 gives an order, in parts. All must have read the last one, as those have who took a turn since."""
+        """Rank 0 gives an order, in parts, as soon as all have read the last one."""
+        self._require(self._kernels.group_wait_for_readers(self._me))
         end = 1
         for part in order:
             begin, end = end, end + part.size
             assert end <= len(self._order), "the order is too long"
             self._order[begin:end] = part.ravel()
         self._order[0] = end
-        self._kernels.group_tell(self._table)
+        self._kernels.group_tell(self._me)
 
     def hear(self) -> Ints:
         """The next order, its parts one after another; waits for it."""
-        self._num_orders += 1
-        self._require(self._kernels.group_hear(self._table, self._num_orders))
-        return self._order[1 : self._order[0]].copy()
+        self._require(self._kernels.group_hear(self._me))
+        order = self._order[1 : self._order[0]].copy()
+        self._kernels.group_has_read(self._me)
+        return order
 
     def end(self) -> None:
         """Let nobody wait any more: from now on whatever would wait raises `GroupEndedError`."""
