@@ -58,7 +58,7 @@ def measure(
     *,
     model: Model = "15m",
     dtype: str = "float32",
-    systems: Annotated[tuple[str, ...], "with off, last"] = ("lookup", "auto", "again", "off"),
+    systems: Annotated[tuple[str, ...], "with off"] = ("lookup", "auto", "again", "off"),
     texts: tuple[str, ...] = (*TEXTS, "edit"),
     concurrency: tuple[int, ...] = (1, 4, 16, 64),
     draft_layers: Annotated[int, "layers of the draft model"] = 4,
@@ -71,6 +71,7 @@ def measure(
     draft_model = without_last_layers(folder, scratch / "draft", draft_layers)
     options = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**29), "--prefill", "0"]
     points = [(text, places) for text in texts for places in (concurrency if text in TEXTS else (1,))]
+    lengths = input_tokens, output_tokens
     done: list[dict[str, Any]] = []
     for turn in range(turns):
         order = systems if turn % 2 else systems[::-1]
@@ -79,24 +80,19 @@ def measure(
             for name in order:
                 env = _SETTINGS[name] | ({"BATON_DRAFT_MODEL": str(draft_model)} if name == "auto" else {})
                 stacks[name] = stack.enter_context(local_stack(options, env))
+            for name in order:
+                _loaded(stacks[name].url, scratch, "repeating", max(concurrency), turns + turn, lengths)
             for text, places in points:
-                for warms_up, name in itertools.product((True, False), order):
+                for name in order:
                     before = _drafts(stacks[name])
                     if text == "edit":
-                        seed, num = (turns + turn, 1) if warms_up else (turn, _EDITS)
-                        figures = _edited(stacks[name].url, stacks["off"].url, seed, num, input_tokens)
+                        figures = _edited(stacks[name].url, stacks["off"].url, turn, input_tokens)
                     else:
-                        num = places if warms_up else max(8, min(4 * places, 128))
-                        load = ["--workload", "fixed", "--input-tokens", str(input_tokens)]
-                        load += ["--output-tokens", str(output_tokens), "--concurrency", str(places)]
-                        load += ["--requests", str(num), "--seed", str(1000 * places + 2 * turn + warms_up)]
-                        load += ["--extra-body", json.dumps({"ignore_eos": True, "seed": turn, **TEXTS[text]})]
-                        figures = load_figures(run_load(stacks[name].url, scratch / "run.json", *load))
-                        assert not figures["failed"], (name, figures)
-                    if not warms_up:
-                        drafts = {what: num - before[what] for what, num in _drafts(stacks[name]).items()}
-                        at = {"text": text, "concurrency": places, "turn": turn}
-                        done.append({"system": name, **at, **figures, **drafts})
+                        figures = _loaded(stacks[name].url, scratch, text, places, turn, lengths)
+                    drafts = {what: num - before[what] for what, num in _drafts(stacks[name]).items()}
+                    done.append(
+                        {"system": name, "text": text, "concurrency": places, "turn": turn, **figures, **drafts}
+                    )
         for entry in summary(done):
             rate = entry["output_tokens_per_s"]
             print(turn, entry["text"], entry["concurrency"], entry["system"], rate, entry["acceptance"], flush=True)
@@ -111,13 +107,24 @@ def _drafts(stack: Local) -> dict[str, float]:
     return {"drafted": metrics[DRAFTED], "right": metrics[RIGHT]}
 
 
-def _edited(url: str, plain_url: str, seed: int, num_requests: int, input_tokens: int) -> dict[str, float]:
+def _loaded(url: str, scratch: Path, text: str, places: int, seed: int, lengths: tuple[int, int]) -> dict[str, float]:
+    """Figures of requests on a text, so many at a time; `lengths` are their tokens of input and output."""
+    load = ["--workload", "fixed", "--input-tokens", str(lengths[0]), "--output-tokens", str(lengths[1])]
+    load += ["--concurrency", str(places), "--requests", str(max(8, min(4 * places, 128)))]
+    load += ["--seed", str(1000 * places + seed)]
+    load += ["--extra-body", json.dumps({"ignore_eos": True, "seed": seed, **TEXTS[text]})]
+    figures = load_figures(run_load(url, scratch / "run.json", *load))
+    assert not figures["failed"], (url, figures)
+    return figures
+
+
+def _edited(url: str, plain_url: str, seed: int, input_tokens: int) -> dict[str, float]:
     """Figures of requests, one after the other, whose answers are predicted but for some words."""
     draw = random.Random(seed)
     tpots: list[float] = []
     gaps: list[float] = []
     num_tokens, busy_s = 0, 0.0
-    for _ in range(num_requests):
+    for _ in range(_EDITS):
         body: dict[str, Any] = {
             "prompt": [draw.randrange(1, 4000) for _ in range(input_tokens)],
             "max_tokens": _EDIT_TOKENS,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from sys import byteorder
 
 LEAST_CHANCE = 0.1
 """Least chance of a token that is drafted."""
@@ -19,6 +20,8 @@ _KEY_BYTES = 3 * _TOKEN_BYTES
 _MOST_BYTES = 2**15 * _TOKEN_BYTES
 """Most bytes of a text that are searched: the last ones. A thousand tokens take about a microsecond, far less than
 attention to them."""
+_HOPE = 16
+"""Tokens after which nobody expects a text to go on as before, if it has not."""
 _OWN_WEIGHT, _COMMON_WEIGHT = 0.15, 0.02
 """Weights of the last expected token in how often those of a text, and those of all texts, were right."""
 
@@ -33,7 +36,7 @@ class CommonAcceptance:
 class Lookup:
     """A growing text, and what is expected next in it."""
 
-    __slots__ = ("_common", "_num_read", "_place", "_text", "_token_ids", "acceptance")
+    __slots__ = ("_common", "_num_read", "_num_since", "_place", "_text", "_token_ids", "acceptance")
 
     def __init__(
         self,
@@ -49,6 +52,8 @@ class Lookup:
         self.acceptance = common.acceptance
         """Recent share of expected tokens that came, between 0 and 1."""
         self._num_read = len(token_ids)
+        self._num_since = _HOPE
+        """Tokens since one was right that was expected, or more."""
         output = token_ids[prompt_len:]
         self._text = bytearray(_bytes_of([*token_ids[:prompt_len], *prediction, *output]))
         """Where expected tokens are looked up, 4 bytes a token, because bytes are searched quickly. The prediction
@@ -63,16 +68,24 @@ class Lookup:
         """Whether there is anything to propose."""
         return self._place is not None
 
+    @property
+    def hopeful(self) -> bool:
+        """Whether there is something to propose that is right now and then, or was until a few tokens ago."""
+        return self.acceptance >= LEAST_CHANCE and (self._place is not None or self._num_since < _HOPE)
+
     def read(self) -> None:
         """Read the tokens that have come since. If they are not what was expected, what comes next is looked up."""
         text, place = self._text, self._place
         for token in self._token_ids[self._num_read :]:
-            coming = _bytes_of((token,))
+            coming = token.to_bytes(_TOKEN_BYTES, byteorder)
+            self._num_since += 1
             if place is not None:
                 right = text[place : place + _TOKEN_BYTES] == coming
                 self.acceptance += _OWN_WEIGHT * (right - self.acceptance)
                 self._common.acceptance += _COMMON_WEIGHT * (right - self._common.acceptance)
                 place = place + _TOKEN_BYTES if right else None
+                if right:
+                    self._num_since = 0
             text += coming
         self._num_read = len(self._token_ids)
         self._place = self._find() if place is None else place

@@ -31,9 +31,9 @@ _MOST_DRAFTING = 32
 _OBSERVED = 8
 """One in so many steps without drafts is learnt from."""
 _MOST_NEW = 4
-"""Most sequences whose text is read for the first time in a step: that takes some 100 ns a token."""
-_PATIENCE = 8
-"""One in so many steps reads texts that expect nothing, or are hardly ever right."""
+"""Most sequences whose text is read for the first time in a step: that takes some 30 ns a token."""
+_BATCH_OF_PATIENCE, _MOST_PATIENCE = 4, 4
+"""For every so many sequences of a batch, texts that expect nothing are read one step later, but in one of so many."""
 _FEW = 64
 """Most tokens of which it is tried whether fewer passes of the draft model yield more tokens per second."""
 _PASSES = (1, 2, 3, 5, 8, 12)
@@ -195,11 +195,12 @@ class Speculation:
         """Sequences whose next tokens can be looked up, and are right now and then.
 
         A step of the model leaves nothing of other code and data in the processor's caches, so to read one token of one
-        text takes as long as to read some of many. Texts that expect nothing are left alone in most steps of the same
-        sequences."""
+        text takes as long as to read some of many. Of a large batch, texts that expect nothing are read in some steps
+        only: they may begin to repeat themselves, but are noticed later."""
         same = decodes == self._read_last
         self._num_unread = self._num_unread + 1 if same else 0
-        if same and self._num_unread % _PATIENCE and not self._policy.draft_tokens:
+        patience = 1 + min(len(decodes) // _BATCH_OF_PATIENCE, _MOST_PATIENCE - 1)
+        if same and self._num_unread % patience and not self._policy.draft_tokens:
             candidates: Sequence[DecodeChoice] = self._busy
         else:
             candidates = self._read_last = list(decodes)
@@ -213,8 +214,9 @@ class Speculation:
                 self._busy.append(choice)  # its turn comes in the next step
                 continue
             lookup = self._lookup(choice)
-            if lookup.expects and lookup.acceptance >= least:
+            if lookup.hopeful:
                 self._busy.append(choice)
+            if lookup.expects and lookup.acceptance >= least:
                 expecting.append(Proposer(choice, lookup.acceptance))
         return expecting
 

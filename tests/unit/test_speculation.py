@@ -16,6 +16,7 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from common.runtime.config import MAX_DRAFT_TOKENS
 from common.scheduling.row_times import RowTimes
+from decode_worker.lookup import Lookup
 from decode_worker.request import ChoiceStage, DecodeChoice, rows_of
 from decode_worker.speculation import Speculation
 from decode_worker.step import Step
@@ -49,6 +50,62 @@ def test_what_followed_before_is_drafted() -> None:
     assert step.decodes == [choice, plain]
     # The chance of a token is a half at first, and what has a chance below a tenth is not drafted.
     assert step.drafts == {choice: [5, 6, 1]}
+
+
+@pytest.mark.parametrize(("num", "patience"), [(1, 1), (3, 1), (4, 2), (8, 3), (12, 4), (20, 4)])
+def test_texts_that_expect_nothing_are_read_in_one_step_of_some(
+    num: int, patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the sequences are others. A text that begins to repeat itself is drafted that many steps later at most."""
+    bench, speculation = speculating(num_blocks=512, max_num_seqs=num + 1)
+    first, *others = [running(bench, f"{row}", [1000 * row + each for each in range(10)]) for row in range(num)]
+    decodes = [first, *others]
+    while any(choice.lookup is None for choice in decodes):  # only some are new in a step
+        speculation.plan(decodes, 512)
+    read: list[Lookup] = []
+    own = Lookup.read
+
+    def watched(lookup: Lookup) -> None:
+        read.append(lookup)
+        own(lookup)
+
+    monkeypatch.setattr(Lookup, "read", watched)
+    numbers = []
+    for _ in range(12):
+        read.clear()
+        assert speculation.plan(decodes, 512).tokens == {}
+        numbers.append(len(read))
+    assert sorted(numbers) == [0] * (12 - 12 // patience) + [num] * (12 // patience)
+    assert all(numbers[at] == numbers[at + patience] for at in range(12 - patience))
+    first.sequence.token_ids += first.sequence.token_ids[:6]
+    for _ in range(patience - 1):
+        if speculation.plan(decodes, 512).tokens:
+            break
+    else:
+        assert speculation.plan(decodes, 512).tokens.keys() == {first}
+    read.clear()
+    assert speculation.plan(decodes, 512).tokens.keys() == {first}
+    assert read[0] is first.lookup, "it is read in every step now"
+    read.clear()
+    speculation.plan([*others, first], 512)
+    assert {id(each) for each in read} >= {id(choice.lookup) for choice in decodes}, "in another order, as others are"
+
+
+def test_a_text_is_read_in_every_step_for_a_while_after_it_has_departed() -> None:
+    bench, speculation = speculating(num_blocks=512, max_num_seqs=20)
+    decodes = [running(bench, f"{row}", [1000 * row + each for each in range(30)]) for row in range(12)]
+    text = decodes[0].sequence.token_ids
+    while any(choice.lookup is None for choice in decodes):
+        speculation.plan(decodes, 512)
+    text += text[:6]
+    while not speculation.plan(decodes, 512).tokens:
+        pass
+    text += [*text[6:9], 7]  # which is expected, and what is not
+    assert not speculation.plan(decodes, 512).tokens
+    for token in text[10:13]:
+        assert not speculation.plan(decodes, 512).tokens
+        text.append(token)
+    assert speculation.plan(decodes, 512).tokens.keys() == {decodes[0]}, "after three tokens, at once"
 
 
 def test_nothing_is_drafted_that_costs_more_than_it_brings() -> None:
