@@ -52,6 +52,7 @@ clients: $(STAMP) $(CLIENTS) $(NODE_CLIENTS)
 # On a machine with a GPU: the kernels there, and what needs one.
 gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/kernels
+	$(BIN)/python -m pytest -m gpu tests/unit
 
 # The protocol, exhaustively, with more going wrong at once than in `make test`.
 model: $(STAMP)

@@ -41,6 +41,7 @@ MEASUREMENTS = (
     Measurement("benchmarks.handoff --model demo", 1),
     Measurement("benchmarks.handoff --model 15m", 1),
     Measurement("benchmarks.recovery --rounds 40", 6),
+    Measurement("benchmarks.recovery --ranks 2 --rounds 20", 6),
     Measurement("benchmarks.step_overhead --streams 32 256 --rounds 3 --seconds 2", 2.5),
     Measurement("benchmarks.scheduler_cost --steps 400", 4),
     Measurement("benchmarks.routing_cost", 0.5),

@@ -55,7 +55,7 @@ def local_stack(options: Sequence[str] = (), env: Mapping[str, str] | None = Non
             if found is None:
                 raise SystemExit("the stack did not start")
             pids, probes = {"supervisor": process.pid}, []
-            for pid in _children(process.pid):
+            for pid in children(process.pid):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 pids[words[words.index(b"-m") + 1].decode() + f" {pid}"] = pid
                 if b"--http-port" in words:
@@ -66,7 +66,7 @@ def local_stack(options: Sequence[str] = (), env: Mapping[str, str] | None = Non
             process.wait(30)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     """The child processes of `pid`, by scanning `/proc`: not every kernel lists them."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):

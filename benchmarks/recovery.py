@@ -1,17 +1,22 @@
 """Measure the stall of a stream whose worker dies, freezes or drains, and the time to release a dead gateway's work.
 
-    python -m benchmarks.recovery
+    python -m benchmarks.recovery --rounds 40
+    python -m benchmarks.recovery --ranks 2 --rounds 20
 
 There are one prefill and two decode workers. Each round streams a request; once it has 20 tokens, its decode worker is
 killed (kill -9), frozen (SIGSTOP) or told to drain. `detect`: time from the fault until the gateway knows. `stall`: the
 longest gap between two tokens of the stream, including the detection. `pause`: the longest gap of a stream that
 migrates. A second gateway with four streams is killed, too. `free`: time until the workers hold nothing for it.
+
+With `--ranks N` each decode worker has N ranks; rank 1 of one is killed or frozen, in turns with the worker itself, and
+nothing else is measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import signal
 import time
@@ -24,6 +29,7 @@ from benchmarks.command import Result, run
 from benchmarks.dispatched import greedy, stream
 from benchmarks.figures import spread
 from benchmarks.load.summary import percentile
+from benchmarks.local import children
 from benchmarks.models import llama_long
 from benchmarks.process import Process
 from common.contract.ids import new_incarnation
@@ -74,17 +80,19 @@ class Bench:
         [busy] = [worker for address, worker in self.decode.items() if self.registry.workers[address].in_flight]
         return task, arrivals, busy
 
-    async def fault(self, number: int) -> tuple[float, float]:
-        """(seconds until detection, seconds of the stall)."""
+    async def fault(self, number: int, *, of_rank: bool = False) -> tuple[float, float]:
+        """(seconds until detection, seconds of the stall), if the worker gets this signal, or one of its other
+        ranks."""
         task, arrivals, victim = await self.stream(200, 120)
         view = self.registry.workers[victim.address]
+        pid = children(victim.pid)[0] if of_rank else victim.pid
         began = time.perf_counter()
-        victim.signal(number)
+        os.kill(pid, number)
         while view.incarnation is not None:
             await asyncio.sleep(0.001)
         detected = time.perf_counter() - began
         await task
-        if number == signal.SIGKILL:
+        if number == signal.SIGKILL or of_rank:
             await asyncio.to_thread(victim.close)
             await asyncio.to_thread(victim.start)
         else:
@@ -153,7 +161,7 @@ def longest_gap(arrivals: list[float]) -> float:
     return max(b - a for a, b in itertools.pairwise(arrivals))
 
 
-async def in_turns(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]]]:
+async def in_turns(bench: Bench, rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
     """Measure every fault, in turns."""
     running = asyncio.create_task(bench.dispatcher.links.run())
     await bench.dispatcher.links.wait_usable()
@@ -162,12 +170,17 @@ async def in_turns(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]
         for length in (500, 4000):
             await bench.move(length)
     taken: dict[str, dict[str, list[float]]] = {}
+    faults = [("kill", signal.SIGKILL, False), ("freeze", signal.SIGSTOP, False)]
+    if ranks > 1:
+        faults += [("kill-rank", signal.SIGKILL, True), ("freeze-rank", signal.SIGSTOP, True)]
     for _ in range(rounds):
-        for name, number in (("kill", signal.SIGKILL), ("freeze", signal.SIGSTOP)):
-            detected, stall = await bench.fault(number)
+        for name, number, of_rank in faults:
+            detected, stall = await bench.fault(number, of_rank=of_rank)
             each = taken.setdefault(name, {"detect_ms": [], "stall_ms": []})
             each["detect_ms"].append(1000 * detected)
             each["stall_ms"].append(1000 * stall)
+        if ranks > 1:
+            continue
         for length in (500, 4000):
             pause, gap = await bench.move(length)
             each = taken.setdefault(f"move-{length}", {"pause_ms": [], "gap_ms": []})
@@ -179,21 +192,23 @@ async def in_turns(bench: Bench, rounds: int) -> dict[str, dict[str, list[float]
     return taken
 
 
-def measure(scratch: Path, *, rounds: int = 100, seed: int = 0) -> Result:
+def measure(scratch: Path, *, rounds: int = 100, ranks: int = 1, seed: int = 0) -> Result:
     """Start the workers, and measure every fault."""
     folder = llama_long(scratch)
     common = ["--model", str(folder), "--num-threads", "1", "--log-level", "error"]
+    wide = [*common, "--tensor-parallel", str(ranks)]
     with ExitStack() as stack:
         prefill, *decode = [
-            stack.enter_context(Process(module, common))
-            for module in ("prefill_worker", "decode_worker", "decode_worker")
+            stack.enter_context(Process(module, options))
+            for module, options in (("prefill_worker", common), ("decode_worker", wide), ("decode_worker", wide))
         ]
-        taken = asyncio.run(in_turns(Bench(folder, prefill, decode, random.Random(seed)), rounds))
+        taken = asyncio.run(in_turns(Bench(folder, prefill, decode, random.Random(seed)), rounds, ranks))
     figures = {
         name: {what: spread(values) | {"p99": percentile(values, 99)} for what, values in each.items()}
         for name, each in taken.items()
     }
-    return Result(name="recovery", figures=figures, workload={"model": "llama_long", "prefill": 1, "decode": 2})
+    workload = {"model": "llama_long", "prefill": 1, "decode": 2}
+    return Result(name="recovery" if ranks == 1 else "recovery-ranks", figures=figures, workload=workload)
 
 
 if __name__ == "__main__":

@@ -440,6 +440,10 @@ def recovery(run: Run) -> str:
         ("kill", "stall_ms"): "the stream stands still for",
         ("freeze", "detect_ms"): "freeze of the decode worker: noticed after",
         ("freeze", "stall_ms"): "the stream stands still for",
+        ("kill-rank", "detect_ms"): "kill -9 of another rank of the decode worker: noticed after",
+        ("kill-rank", "stall_ms"): "the stream stands still for",
+        ("freeze-rank", "detect_ms"): "freeze of another rank of the decode worker: noticed after",
+        ("freeze-rank", "stall_ms"): "the stream stands still for",
         ("move-500", "pause_ms"): "a sequence of 500 tokens moves: longest gap between tokens",
         ("move-4000", "pause_ms"): "a sequence of 4,000 tokens moves: the same",
         ("move-4000", "gap_ms"): "for comparison: gap between tokens of a stream of 4,000",
@@ -448,6 +452,8 @@ def recovery(run: Run) -> str:
     figures = run["figures"]
     rows = []
     for (what, figure), name in names.items():
+        if what not in figures:
+            continue
         found = figures[what][figure]
         digits = 1 if found["p50"] < 100 else 0
         rows.append([name, f"{found['p50']:.{digits}f} ms", f"{found['max']:.{digits}f} ms"])
@@ -486,6 +492,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "restarts": restarts,
     "autoscale": autoscale,
     "recovery": recovery,
+    "recovery-ranks": recovery,
     "chaos": matrix,
     "gateway": gateway,
     "overload": overload,

@@ -94,3 +94,15 @@ def _flat(fingerprint: Fingerprint) -> dict[str, object]:
     fields = asdict(fingerprint)
     layout = fields.pop("layout")
     return fields | {f"layout.{name}": value for name, value in layout.items()}
+
+
+def width_objection(width: int, num_heads: int, num_kv_heads: int) -> str | None:
+    """Why a model with these numbers of query heads and KV heads cannot be divided among `width` ranks; None if it
+    can."""
+    if num_heads % width:
+        return f"--tensor-parallel {width} does not divide the model's {num_heads} query heads"
+    if num_kv_heads % width and width % num_kv_heads:
+        return (
+            f"--tensor-parallel {width} neither divides the model's {num_kv_heads} KV heads nor is a multiple of them"
+        )
+    return None

@@ -18,7 +18,7 @@ Collectives = Literal["nccl", "gloo"]
 
 class DeviceGroup:
     """A `Group` of processes on one machine; there is at most one in a process. Sums are in the type of what is added,
-    in an order that NCCL chooses once. Used by one thread, on the current stream of its device."""
+    in an order that NCCL chooses by its size. Used by one thread, on the current stream of its device."""
 
     def __init__(self, shard: Shard, collectives: Collectives, meeting_fd: int, timeout_s: float) -> None:
         """Wait until all ranks have come, at most `timeout_s`. `meeting_fd` is a file that they share, at first

@@ -148,8 +148,6 @@ class Engine:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cuda":
             log.warning("the kernels have not been tested on a GPU")
-            # Keep sums of many products in float32, however the rows of a product are cut into parts.
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         width = settings.tensor_parallel
         if device == "cuda" and width > 1:
             log.warning("a worker of several ranks has not been tested on GPUs")

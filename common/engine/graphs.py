@@ -108,8 +108,8 @@ class DecodeGraphs:
                 progress(index + 1, len(self._sizes))
 
     def compute(self, rows: Rows, chosen_N: torch.Tensor) -> Computed | None:
-        """Compute a batch and store its KV, as `Decoder.forward` does; the results stay until the next call. There are
-        none at a rank that gets no logits.
+        """Compute a batch and store its KV, as `Decoder.forward` does; the results stay until the next call. At a
+        rank that gets no logits they are arbitrary.
 
         `chosen_N` are the tokens that the step before has chosen. Returns None, and does nothing, if the batch is too
         large, or if one of its slices is not a single token with a sample.

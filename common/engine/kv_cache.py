@@ -66,7 +66,7 @@ class KVCache:
         self.blocks[dst].copy_(self.blocks[src])
 
     def synchronize(self) -> None:
-        """Wait until the device, that of each part, has done everything that this process has queued on it. Transports
+        """Wait until the devices of all parts have done everything that this process has queued on them. Transports
         access the cache by address, in no such order."""
         if self.device.type == "cuda":
             for device in {part.blocks.device for part in self.parts}:

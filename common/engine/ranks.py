@@ -45,7 +45,7 @@ from common.engine.native import Kernels
 from common.engine.native import kernels as compiled
 from common.engine.native.group import GroupEndedError, SharedGroup, memory_bytes
 from common.engine.orders import follow
-from common.engine.shard import Shard, require_width
+from common.engine.shard import Shard
 from common.engine.weights import load_weights
 from common.runtime.clock import Pulse
 from common.runtime.lifecycle import end_with_parent
@@ -58,8 +58,12 @@ _PLACE_NUMBERS = 2**16
 _ORDER_NUMBERS = 2**26
 """Half a GiB, of which only what is used takes memory: the block tables of 1,024 sequences of a million tokens."""
 _LOOK_S = 0.05
+_KNOWN_S = 0.5
+"""Seconds in which gateways know that a worker has ended."""
 _MEET_S = 600.0
 """Seconds in which all ranks must have joined NCCL, and then each of its operations must end."""
+_START_S = 120.0
+"""Seconds without a count for which a rank may load, and start CUDA."""
 _END_S = 2.0
 """Seconds in which a rank ends when it is told to."""
 
@@ -74,13 +78,16 @@ class GroupPlan:
     pulse: Pulse
     """How often a rank counts, and without how long a pause."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """On GPUs, rank `i` has that of index `i`."""
+    gpus: tuple[int, ...] = ()
+    """The index of each rank's GPU; empty if these are the ranks' own numbers. NCCL wants different ones."""
     collectives: Collectives | None = None
     """By which the ranks add up; None for shared memory, which only CPUs have."""
 
     def device_of(self, rank: int) -> torch.device:
         """The device of a rank."""
-        return torch.device("cuda", rank) if self.device == "cuda" else torch.device("cpu")
+        if self.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", self.gpus[rank] if self.gpus else rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +132,7 @@ class Ranks:
         kernels = compiled()
         if kernels is None:
             raise OperatorError("--tensor-parallel needs a C compiler (cc)")
-        require_width(plan.width, config)
-        if plan.device == "cuda" and torch.cuda.device_count() < plan.width:
+        if plan.device == "cuda" and not plan.gpus and torch.cuda.device_count() < plan.width:
             raise OperatorError(
                 f"--tensor-parallel {plan.width} needs as many GPUs of this machine, and there are "
                 f"{torch.cuda.device_count()}: the ranks of a worker are on one machine"
@@ -187,7 +193,7 @@ class Ranks:
             ]
             handles = pickle.dumps([reduce_tensor(each) for each in memory[1:]])  # type: ignore[no-untyped-call]
             for rank in range(self._plan.width):
-                torch.cuda.synchronize(rank)
+                torch.cuda.synchronize(self._plan.device_of(rank))
         numbers = np.frombuffer(handles + bytes(-len(handles) % 8), np.int64)
         self.orders.tell([np.array((num_blocks, num_host_blocks)), numbers])
         return memory
@@ -206,7 +212,8 @@ class Ranks:
         if isinstance(self._group, DeviceGroup):
             self._group.close()
         for file in self._files:
-            os.close(file)
+            if file != self._meeting_file or self._plan.collectives != "nccl":  # which is open until the end
+                os.close(file)
 
     def _run(self, each: Sequence[_RankArguments]) -> None:
         try:
@@ -219,24 +226,29 @@ class Ranks:
 
     def _watch(self) -> None:
         timeout_s = self._plan.pulse.timeout_s
+        interval_s = self._plan.pulse.interval_s
+        # A frozen rank is noticed as soon as a frozen worker is.
+        counting_s = max(timeout_s / 2, timeout_s - _KNOWN_S, 2 * (interval_s + _LOOK_S))
+        pause_s = max(2 * _LOOK_S, counting_s - interval_s - 2 * _LOOK_S)
         looked = time.monotonic()
         seen, since = self._pulses.tolist(), [looked] * self._plan.width
         while not self._closing:
             time.sleep(_LOOK_S)
             now, counts = time.monotonic(), self._pulses.tolist()
-            stopped, looked = now - looked > timeout_s / 2, now  # and perhaps the others, too
+            stopped, looked = now - looked > pause_s, now  # and perhaps the others, too
+            patience_s = counting_s if self._ready else _START_S
             for rank, process in enumerate(self._processes, start=1):
-                if counts[rank] != seen[rank] or not counts[rank] or stopped:  # it counts once it has started
+                if counts[rank] != seen[rank] or stopped:
                     since[rank] = now
                 if process.poll() is not None:
                     self._lost(f"rank {rank} has ended with code {process.returncode}")
-                elif now - since[rank] > timeout_s:
-                    self._lost(f"rank {rank} has not counted for {timeout_s:g} s")
+                elif now - since[rank] > patience_s:
+                    self._lost(f"rank {rank} has not counted for {patience_s:g} s")
             seen = counts
 
     def _lost(self, why: str) -> None:
-        if self._closing or self._why:
-            return
+        if self._closing or self._why or self.orders.ended:
+            return  # it was rank 0, which says why, or has
         self._why = why
         if self._ready:
             log.critical("%s: the worker ends", why)
@@ -309,12 +321,12 @@ def _run(arguments: _RankArguments) -> None:
     kernels = compiled()
     assert kernels is not None, "rank 0 has them"
     memory = _mapped(arguments.group_fd)
-    counting = (_pulses(memory, plan.width), shard.rank, plan.pulse.interval_s)
-    threading.Thread(target=_count, args=counting, daemon=True).start()
     orders = SharedGroup(kernels, memory, shard, arguments.place_numbers, _ORDER_NUMBERS)
     own, layout, device = kernels if arguments.in_c else None, arguments.layout, plan.device_of(shard.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    counting = (_pulses(memory, plan.width), shard.rank, plan.pulse.interval_s)
+    threading.Thread(target=_count, args=counting, daemon=True).start()
     config = ModelConfig.from_folder(arguments.folder)
     weights = load_weights(config, arguments.folder, layout.dtype, device, None, own, arguments.exact, shard)
     orders.add(torch.zeros(1))

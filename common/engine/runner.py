@@ -235,11 +235,13 @@ class ModelRunner:
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy the KV of blocks to host memory: pairs (block, host slot)."""
-        self.executor.swap_out(pairs)
+        if pairs:
+            self.executor.swap_out(pairs)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Copy KV from host memory to blocks: pairs (host slot, block)."""
-        self.executor.swap_in(pairs)
+        if pairs:
+            self.executor.swap_in(pairs)
 
 
 def _samples(slices: Sequence[Slice], decodes: Decodes | None) -> Samples | None:

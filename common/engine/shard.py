@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from common.contract.errors import OperatorError
-from common.contract.kv_layout import KVLayout
+from common.contract.kv_layout import KVLayout, width_objection
 from common.engine.model_config import ModelConfig
 
 
@@ -62,12 +62,8 @@ WHOLE = Shard()
 
 def require_width(width: int, config: ModelConfig) -> None:
     """Raise `OperatorError` unless the model can be divided among `width` ranks."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
     if width > min(config.intermediate_size, config.vocab_size):
         raise OperatorError(f"--tensor-parallel {width} is more than the model's inner dimension, or its vocabulary")
-    if heads % width:
-        raise OperatorError(f"--tensor-parallel {width} does not divide the model's {heads} query heads")
-    if kv_heads % width and width % kv_heads:
-        raise OperatorError(
-            f"--tensor-parallel {width} neither divides the model's {kv_heads} KV heads nor is a multiple of them"
-        )
+    objection = width_objection(width, config.num_heads, config.num_kv_heads)
+    if objection is not None:
+        raise OperatorError(objection)

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, Validation
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
 
 from common.contract.errors import OperatorError
-from common.contract.kv_layout import DTYPE_BYTES, KVLayout
+from common.contract.kv_layout import DTYPE_BYTES, KVLayout, width_objection
 from common.runtime.checkpoint import read_config, resolve_model
 from common.runtime.config import DEFAULTS_BY_DEVICE, DeviceType
 from common.runtime.lifecycle import exit_on_operator_error
@@ -28,6 +28,7 @@ class KVShape:
     """What of a model decides the size of its KV."""
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: str | None
@@ -36,11 +37,9 @@ class KVShape:
     def layout(self, block_size: int, dtype: str, width: int = 1) -> KVLayout:
         """Geometry of blocks of `block_size` tokens, or of what one of `width` ranks holds of them; `dtype` auto is the
         checkpoint's. Raises `OperatorError`."""
-        if self.num_kv_heads % width and width % self.num_kv_heads:
-            raise OperatorError(
-                f"--tensor-parallel {width} neither divides the model's {self.num_kv_heads} KV heads nor is a multiple "
-                "of them"
-            )
+        objection = width_objection(width, self.num_heads, self.num_kv_heads)
+        if objection is not None:
+            raise OperatorError(objection)
         element = self.dtype if dtype == "auto" else dtype
         if element not in DTYPE_BYTES:
             stated = "none" if element is None else repr(element)
@@ -55,11 +54,11 @@ class KVShape:
 
 
 KNOWN_SHAPES = {
-    "llama-2-7b": KVShape(num_layers=32, num_kv_heads=32, head_dim=128, dtype="float16"),
-    "llama-3-8b": KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
-    "llama-3-70b": KVShape(num_layers=80, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
-    "qwen2.5-0.5b": KVShape(num_layers=24, num_kv_heads=2, head_dim=64, dtype="bfloat16"),
-    "qwen2.5-7b": KVShape(num_layers=28, num_kv_heads=4, head_dim=128, dtype="bfloat16"),
+    "llama-2-7b": KVShape(num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, dtype="float16"),
+    "llama-3-8b": KVShape(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
+    "llama-3-70b": KVShape(num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
+    "qwen2.5-0.5b": KVShape(num_layers=24, num_heads=14, num_kv_heads=2, head_dim=64, dtype="bfloat16"),
+    "qwen2.5-7b": KVShape(num_layers=28, num_heads=28, num_kv_heads=4, head_dim=128, dtype="bfloat16"),
 }
 """Models whose size is told without a file or a network. The names go before folders of the same name."""
 
@@ -133,6 +132,7 @@ def read_shape(folder: Path) -> KVShape:
         )
     return KVShape(
         num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=head_dim,
         dtype=config.dtype,
@@ -162,8 +162,11 @@ def size_of_model(name: str, settings: KVSizeSettings) -> str:
 
 def table_of_known_models(settings: KVSizeSettings) -> str:
     """The same figures, one well-known model to a line."""
-    rows = []
+    rows, left_out = [], []
     for name, shape in KNOWN_SHAPES.items():
+        if width_objection(settings.tensor_parallel, shape.num_heads, shape.num_kv_heads) is not None:
+            left_out.append(name)
+            continue
         layout = shape.layout(settings.block_slots, settings.dtype, settings.tensor_parallel)
         cells = {
             "model": name,
@@ -177,7 +180,10 @@ def table_of_known_models(settings: KVSizeSettings) -> str:
             num_blocks = settings.kv_cache_bytes // (settings.tensor_parallel * layout.block_bytes)
             cells[f"fit into {human(settings.kv_cache_bytes)}"] = f"{num_blocks * layout.block_size} tokens"
         rows.append(cells)
-    return _aligned([list(rows[0]), *(list(cells.values()) for cells in rows)])
+    lines = [_aligned([list(rows[0]), *(list(cells.values()) for cells in rows)])] if rows else []
+    if left_out:
+        lines.append(f"not to be divided among {settings.tensor_parallel} ranks: {', '.join(left_out)}")
+    return "\n".join(lines)
 
 
 def _sizes(layout: KVLayout, settings: KVSizeSettings) -> Iterator[tuple[str, int]]:

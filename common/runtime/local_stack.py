@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from common.contract.errors import OperatorError
 from common.runtime.checkpoint import DEMO_FOLDER, resolve_model
 from common.runtime.clock import monotonic
-from common.runtime.config import ENV_PREFIX, ServeSettings, load
+from common.runtime.config import ENV_PREFIX, GPU_RESERVE_BYTES, ServeSettings, load
 from common.runtime.gpus import VISIBLE, gpus_here, placed
 from common.runtime.lifecycle import end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
@@ -84,8 +84,7 @@ class LocalStack:
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
         common += [] if settings.curve_keys is None else ["--curve-keys", settings.curve_keys]
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-        gpus = [] if settings.device == "cpu" else gpus_here()
-        places = placed([width_of[pool] for pool, _ in workers], gpus) if gpus else [None] * len(workers)
+        places = placed([width_of[pool] for pool, _ in workers], gpus_here())
         for (pool, index), place in zip(workers, places, strict=True):
             role = "decode" if pool == "latency" else pool
             control, http = (self._reserve("127.0.0.1", 0) for _ in range(2))
@@ -93,10 +92,9 @@ class LocalStack:
             options = ["--num-threads", str(threads), "--tensor-parallel", str(width_of[pool])]
             if settings.kv_cache_bytes is not None:
                 options += ["--kv-cache-bytes", str(settings.kv_cache_bytes)]
-            variables = {}
-            if place is not None:
-                variables[VISIBLE] = ",".join(place.gpus)
-                options += ["--gpu-share", str(place.share)]
+            variables = {VISIBLE: ",".join(place.gpus)} if place.gpus else {}
+            options += ["--gpu-share", str(place.share)]
+            options += ["--gpu-reserve-bytes", str(int(place.share * GPU_RESERVE_BYTES))]
             options += ["--dtype", settings.dtype, "--transport", settings.transport, "--device", settings.device]
             options += ["--host", "127.0.0.1", "--control-port", str(control), "--http-port", str(http)]
             # Said only of these: a variable may give the others a profile.

@@ -15,7 +15,8 @@ def test_the_gpus_are_those_of_the_machine_unless_a_variable_names_some(tmp_path
         (tmp_path / name).touch()
     assert gpus_here({}, tmp_path) == ["0", "1"]
     assert gpus_here({VISIBLE: "3, GPU-8f6c"}, tmp_path) == ["3", "GPU-8f6c"]
-    assert gpus_here({VISIBLE: ""}, tmp_path) == []
+    assert gpus_here({VISIBLE: ""}, tmp_path) == gpus_here({VISIBLE: "-1"}, tmp_path) == []
+    assert gpus_here({VISIBLE: "2,-1,3"}, tmp_path) == ["2"], "CUDA stops at what is no GPU"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ def test_the_gpus_are_those_of_the_machine_unless_a_variable_names_some(tmp_path
         ([2, 2, 1], "0123", [("01", 0.5), ("23", 1.0), ("0", 0.5)]),
         ([2, 2], "012", [("01", 0.5), ("20", 0.5)]),
         ([4, 1], "01", [("01", 0.5), ("0", 0.5)]),
+        ([2, 1], "", [("", 0.5), ("", 0.5)]),
     ],
 )
 def test_every_worker_has_gpus_of_its_own_as_far_as_there_are_any(

@@ -135,8 +135,17 @@ def test_a_rank_holds_its_heads_of_a_block(width: int, block: str, fitting: str)
 
 
 def test_heads_that_cannot_be_divided_are_named() -> None:
-    with pytest.raises(OperatorError, match="3 neither divides the model's 8 KV heads nor is a multiple of them"):
+    with pytest.raises(OperatorError, match="7 neither divides the model's 4 KV heads nor is a multiple of them"):
+        size_of_model("qwen2.5-7b", load("--tensor-parallel", "7"))
+    with pytest.raises(OperatorError, match="3 does not divide the model's 32 query heads"):
         size_of_model("llama-3-8b", load("--tensor-parallel", "3"))
+
+
+def test_models_that_cannot_be_divided_are_named_below_the_others() -> None:
+    told = table_of_known_models(load("--tensor-parallel", "4")).splitlines()
+    assert told[-1] == "not to be divided among 4 ranks: qwen2.5-0.5b"
+    assert len(told) == 2 + len(KNOWN_SHAPES) - 1
+    assert table_of_known_models(load("--tensor-parallel", "15")).startswith("not to be divided among 15 ranks: llama")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +200,7 @@ def test_shape_of_a_configuration(
     config: dict[str, Any], shape: tuple[int, int, int, str | None], tmp_path: Path
 ) -> None:
     num_layers, num_kv_heads, head_dim, dtype = shape
-    expected = KVShape(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    expected = KVShape(num_layers=num_layers, num_heads=4, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     assert find_shape(str(write(tmp_path, config))) == expected
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,26 +16,46 @@ from checkpoints import make_checkpoint
 from needs import require
 
 from common.contract.errors import OperatorError
+from common.contract.kv_layout import Fingerprint
 from common.contract.messages.worker import TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import ranks
-from common.engine.batch import Sample, SampledToken, Slice
+from common.engine.batch import Ints, Sample, SampledToken, Slice
 from common.engine.device_group import Collectives
-from common.engine.orders import compute_order, rows_of
+from common.engine.engine import Engine
+from common.engine.engine_thread import EngineThread
+from common.engine.orders import LeadingExecutor, compute_order, rows_of
 from common.engine.ragged import Rows
 from common.engine.ranks import EXIT_RANK_LOST, GroupPlan
 from common.engine.runner import ModelRunner, load_runner
 from common.runtime.clock import Pulse
+from common.runtime.config import DeviceType
 
-BLOCK_SIZE = 8
+BLOCK_SIZE = 16
 PROMPT = [7 * index % 380 for index in range(50)]
 ELSEWHERE = list(range(20, 30))
 
 
-def load(folder: Path, width: int, collectives: Collectives | None = None, kv_cache_bytes: int = 2**20) -> ModelRunner:
-    plan = GroupPlan(width=width, num_threads=1, pulse=Pulse(), collectives=collectives) if width > 1 else None
+def load(
+    folder: Path,
+    width: int,
+    collectives: Collectives | None = None,
+    device: DeviceType = "cpu",
+    *,
+    kv_cache_bytes: int = 2**20,
+) -> ModelRunner:
+    plan = None
+    if width > 1:
+        gpus = (0,) * width if device == "cuda" else ()
+        plan = GroupPlan(width=width, num_threads=1, pulse=Pulse(), device=device, gpus=gpus, collectives=collectives)
     return load_runner(
-        folder, kv_cache_bytes=kv_cache_bytes, block_size=BLOCK_SIZE, dtype="float32", swap_bytes=2**18, group=plan
+        folder,
+        kv_cache_bytes=kv_cache_bytes,
+        block_size=BLOCK_SIZE,
+        dtype="float32",
+        device=device,
+        swap_bytes=2**18,
+        group=plan,
     )
 
 
@@ -45,10 +65,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_key_value_heads=2)
 
 
-@pytest.fixture(scope="module", params=[(2, None), (4, None), (2, "gloo"), (4, "gloo")], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((width, collectives, "cpu") for width in (2, 4) for collectives in (None, "gloo")),
+        pytest.param((2, "gloo", "cuda"), marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
 def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    """A worker alone, and one of several ranks, which add up in shared memory, or as those on GPUs do."""
-    alone, together = load(folder, 1), load(folder, *request.param)
+    """A worker alone, and one of several ranks, which add up in shared memory, or as those on GPUs do; two of them may
+    share a GPU."""
+    width, collectives, device = request.param
+    alone, together = load(folder, 1, device=device), load(folder, width, collectives, device)
     yield alone, together
     together.close()
 
@@ -123,6 +152,32 @@ def test_steps_follow_tokens_that_only_rank_0_knows(pair: tuple[ModelRunner, Mod
     assert found[0] == found[1]
 
 
+async def test_a_step_in_which_no_block_is_moved_is_one_order(
+    pair: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, together = pair
+    executor = together.executor
+    assert isinstance(executor, LeadingExecutor)
+    told: list[int] = []
+    tell = executor._orders.tell
+
+    def watched(order: Sequence[Ints]) -> None:
+        told.append(int(order[0]))
+        tell(order)
+
+    monkeypatch.setattr(executor._orders, "tell", watched)
+    thread = EngineThread("engine")
+    engine = Engine(thread, together, Fingerprint(config_hash="", weights_hash="", layout=together.layout))
+    sample = Sample(params=SamplingParams(max_tokens=1), choice=0, position=2, token_ids=(1, 2), prompt_len=2)
+    piece = Slice(token_ids=[1, 2], start=0, block_table=[3], samples=(sample,))
+    await engine.outcomes(engine.submit([piece]))
+    assert len(told) == 1
+    told.clear()
+    await engine.outcomes(engine.submit([piece], copies=[(3, 4)], swap_outs=[(3, 0)], swap_ins=[(0, 5)]))
+    assert len(told) == 5, "a copy, two swaps, the step, and the wait for all ranks"
+    thread.close()
+
+
 @pytest.mark.parametrize("follows", [None, 1])
 def test_rows_are_the_same_on_the_other_side(follows: int | None) -> None:
     sample = Sample(params=SamplingParams(max_tokens=1), choice=0, position=0, token_ids=(), prompt_len=0)
@@ -144,7 +199,7 @@ def test_rows_are_the_same_on_the_other_side(follows: int | None) -> None:
 
 
 def test_a_cache_without_a_block_is_refused(folder: Path) -> None:
-    with pytest.raises(OperatorError, match=r"does not hold one block: 8192 bytes for 8 tokens at 4 ranks"):
+    with pytest.raises(OperatorError, match=r"does not hold one block: 16384 bytes for 16 tokens at 4 ranks"):
         load(folder, 4, kv_cache_bytes=5_000)
 
 

@@ -39,6 +39,8 @@ class SharedGroup:
         assert shard.width <= MOST_RANKS, shard
         assert memory.numel() >= memory_bytes(kernels, shard.width, place_numbers, order_numbers)
         self.shard = shard
+        self.ended = False
+        """Whether this rank has ended the group."""
         self._kernels = kernels
         self._memory = memory
         self._table = memory.data_ptr()
@@ -82,6 +84,7 @@ class SharedGroup:
 
     def end(self) -> None:
         """Let nobody wait any more: from now on whatever would wait raises `GroupEndedError`."""
+        self.ended = True
         self._kernels.group_end(self._table)
 
     @staticmethod
