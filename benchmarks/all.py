@@ -55,7 +55,7 @@ MEASUREMENTS = (
     Measurement("benchmarks.interference flood", 4),
     Measurement("benchmarks.interference grammar", 1.5),
     Measurement("benchmarks.autoscale", 5),
-    Measurement("benchmarks.speculation", 55),
+    Measurement("benchmarks.speculation", 40),
     Measurement("benchmarks.speculation --systems fixed off --texts repeating misleading --turns 5", 8),
     Measurement("benchmarks.profiles", 25),
     Measurement("benchmarks.widths", 8),

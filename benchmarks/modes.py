@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +30,7 @@ from benchmarks.driver import Arrival, Driver, Real
 from benchmarks.load.lengths import Clipped, LogNormal
 from benchmarks.load.summary import percentile
 from benchmarks.models import llama_15m
+from benchmarks.process import with_passive_threads
 from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
 from common.runtime.config import DEFAULTS_BY_DEVICE
@@ -136,8 +135,7 @@ def measure(
     scratch: Path, *, requests: int = 120, rate: Annotated[float, "requests per second"] = 3.0, seed: int = 0
 ) -> Result:
     """Run the trace in every mode, and compare the outputs with those of the first."""
-    if "OMP_WAIT_POLICY" not in os.environ:  # idle threads of one mode must not spin beside another; read at start
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"OMP_WAIT_POLICY": "passive"})
+    with_passive_threads()
     arrivals, folder = trace(requests, rate, seed), llama_15m(scratch)
     figures: dict[str, dict[str, float]] = {}
     expected: list[list[int]] | None = None

@@ -30,7 +30,7 @@ class Process:
         """Start the process, and wait until it is ready."""
         reader, writer = os.pipe()
         port = ["--control-port", self.address.rpartition(":")[2]] if self.address else []
-        core, environment = self._core, os.environ | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
+        core, environment = self._core, os.environ | {"OMP_NUM_THREADS": "1"}
         with nullcontext() if self._log is None else self._log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [*self._command, *port, "--announce-fd", str(writer)],
@@ -76,3 +76,10 @@ class Process:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+
+def with_passive_threads() -> None:
+    """Start this program again unless its idle OpenMP threads sleep: they would spin on cores of other threads. A
+    worker sets the variable itself, before it imports torch."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"OMP_WAIT_POLICY": "passive"})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 from stack import leftovers_in
@@ -21,10 +22,10 @@ _numbers = itertools.count()
 class Stack:
     """A running `baton serve`."""
 
-    def __init__(self, *options: str, wait: bool = True) -> None:
+    def __init__(self, *options: str, wait: bool = True, variables: Mapping[str, str] | None = None) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
         self.mark = f"STACK={next(_numbers)}-of-{os.getpid()}"
-        environment |= dict([self.mark.split("=")])
+        environment |= dict([self.mark.split("=")]) | dict(variables or {})
         self.shared_memory = set(os.listdir("/dev/shm"))
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", *options],

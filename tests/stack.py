@@ -105,7 +105,7 @@ class Process:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"} | dict(env or {}),
+            env=environment | {"OMP_NUM_THREADS": "1"} | dict(env or {}),
         )
         os.close(writer)
         self.killed = False

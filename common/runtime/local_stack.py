@@ -282,11 +282,9 @@ def _describe_exit(code: int) -> str:
 
 
 def _environment(settings: ServeSettings) -> dict[str, str]:
-    """This process's: `BATON_*` reaches the roles too, beneath the options given here. Idle OpenMP threads sleep.
-    Requests whose worker comes back wait for it as long as their own time allows, unless a variable says otherwise."""
-    defaults = {"OMP_WAIT_POLICY": "passive"}
-    if settings.restart == "always":
-        defaults[f"{ENV_PREFIX}PATIENCE_S"] = _PATIENCE_S
+    """This process's: `BATON_*` reaches the roles too, beneath the options given here. Requests whose worker comes back
+    wait for it as long as their own time allows, unless a variable says otherwise."""
+    defaults = {f"{ENV_PREFIX}PATIENCE_S": _PATIENCE_S} if settings.restart == "always" else {}
     return defaults | os.environ | {"PYTHONUNBUFFERED": "1"}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -123,8 +124,10 @@ def run_worker(
     """Run a worker process from start to exit.
 
     `make_worker(settings, host, model folder)` is called once the ports are bound and the model is found; it may raise
-    `OperatorError` or `TransferError`.
+    `OperatorError` or `TransferError`. It is the first to import torch.
     """
+    # OpenMP reads it when torch is loaded. Its threads would spin on cores for which other threads have work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     async def make(settings: _Settings, host: WorkerHost) -> Worker:
         # A download may never end, and a process that is stopped must not wait for it.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from stack import Workers, answer, generation
+from stack import Process, Workers, answer, generation
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages.session import Welcome
@@ -63,6 +63,18 @@ def taken_port() -> object:
 )
 def test_a_bad_option_or_model_is_one_line(module: str, options: list[str], expected: str) -> None:
     assert expected in run_to_the_end(module, options)
+
+
+def test_idle_threads_of_openmp_sleep_in_a_worker(checkpoint: Checkpoint) -> None:
+    """OpenMP says what it has read from the environment when torch is loaded."""
+    worker = Process("decode_worker", ["--model", str(checkpoint("llama"))], {"OMP_DISPLAY_ENV": "true"})
+    try:
+        worker.fact("ready")
+        policies = {line.strip() for line in worker.log if "OMP_WAIT_POLICY" in line}
+        assert any("PASSIVE" in each for each in policies), policies
+    finally:
+        worker.popen.kill()
+        worker.popen.wait()
 
 
 def test_a_worker_that_downloads_ends_when_it_is_told_to(taken_port: int, tmp_path: Path) -> None:

@@ -121,11 +121,15 @@ async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
 
 async def test_the_local_stack_starts_ranks_and_leaves_none_behind() -> None:
     body = {"messages": [{"role": "user", "content": "The code of Mira is 4817. What is the code of Mira?"}]}
-    with Stack("--prefill-tp", "2", "--decode-tp", "2") as stack:
+    variables = {"CUDA_VISIBLE_DEVICES": "4,5,7"}  # which this CPU ignores
+    with Stack("--prefill-tp", "2", "--decode-tp", "2", variables=variables) as stack:
         assert stack.ready.startswith("ready"), stack.wait()
         prefill, decode = stack.pid_of("prefill_worker"), stack.pid_of("decode_worker")
         assert prefill is not None
         assert decode is not None
+        for pid, gpus in ((prefill, "4,5"), (decode, "7,4")):
+            assert f"CUDA_VISIBLE_DEVICES={gpus}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            assert b"--gpu-share\x000.5\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ranks = [rank for pid in (prefill, decode) for rank in ranks_of(pid)]
         assert len(ranks) == 2
         async with aiohttp.ClientSession(stack.url) as session:

@@ -218,6 +218,20 @@ def test_a_rank_that_is_not_started_ends_the_start(folder: Path, monkeypatch: py
         load(folder, 2)
 
 
+def test_an_error_of_rank_0_is_told_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as the loss of a rank, which would end this process."""
+    runner = load(folder, 2)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for logits")
+
+    monkeypatch.setattr(runner.executor.decoder, "logits", fail)
+    with pytest.raises(MemoryError, match="no memory for logits"):
+        decoded(runner, PROMPT, 1, list(range(10)))
+    time.sleep(0.5)  # the others end meanwhile
+    runner.close()
+
+
 def test_a_cache_for_which_there_is_no_memory_is_refused(folder: Path) -> None:
     with pytest.raises(OperatorError, match="no memory for a KV cache of"):
         load(folder, 2, kv_cache_bytes=2**50)
@@ -299,12 +313,13 @@ def test_a_group_without_work_is_idle(worker: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("worker", ["busy"], indirect=True)
-def test_a_group_that_was_stopped_as_a_whole_goes_on(worker: subprocess.Popen[str]) -> None:
+@pytest.mark.parametrize("pause_s", [0.75, 2.5])
+def test_a_group_that_was_stopped_as_a_whole_goes_on(worker: subprocess.Popen[str], pause_s: float) -> None:
     """Though nobody has counted for longer than a rank may take."""
     [rank] = children(worker.pid)
     for pid in (rank, worker.pid):
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(pause_s)
     os.kill(worker.pid, signal.SIGCONT)
     time.sleep(0.3)
     os.kill(rank, signal.SIGCONT)
