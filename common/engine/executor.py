@@ -36,7 +36,7 @@ class StepLogits:
     """What a step has computed of its rows."""
 
     logits_RV: torch.Tensor
-    """Of no meaning at a rank that gets no logits (`Decoder.leads`)."""
+    """Arbitrary at a rank that gets no logits (`Decoder.leads`)."""
     last_tokens: LastTokens
     likeliest: Likeliest | None = None
     """The most likely tokens, if they are known."""

@@ -18,6 +18,7 @@ from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import SamplingParams
 from common.engine import native
+from common.engine.backends import backend_on
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.engine import Engine, device_of
 from common.engine.engine_thread import EngineThread
@@ -418,26 +419,19 @@ async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
         await load(DecodeSettings(model=str(folder)).on("cpu"), folder, 0)
 
 
-async def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[bool] = []
-
-    def stop(*_: object, **__: object) -> None:
-        seen.append(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
-        raise OperatorError("there is no GPU")
-
-    monkeypatch.setattr("common.engine.engine.load_runner", stop)
+def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every rank, each of which has a backend."""
+    monkeypatch.setattr("common.engine.kernels.backend.TritonBackend", lambda device: device)
     products = torch.backends.cuda.matmul
     was = products.allow_bf16_reduced_precision_reduction
     products.allow_bf16_reduced_precision_reduction = True
     try:
-        for device in ("cpu", "cuda"):
-            with pytest.raises(OperatorError, match="there is no GPU"):
-                await load(DecodeSettings(model=str(folder)).on(device), folder, 0)
+        backend_on(torch.device("cpu"), None)
+        assert products.allow_bf16_reduced_precision_reduction
+        backend_on(torch.device("cuda", 1), None)
+        assert not products.allow_bf16_reduced_precision_reduction
     finally:
         products.allow_bf16_reduced_precision_reduction = was
-    assert seen == [True, False]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
