@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -230,10 +231,11 @@ class Ranks:
         # A frozen rank is noticed as soon as a frozen worker is.
         counting_s = max(timeout_s / 2, timeout_s - _KNOWN_S, 2 * (interval_s + _LOOK_S))
         pause_s = max(2 * _LOOK_S, counting_s - interval_s - 2 * _LOOK_S)
+        ends = _Ends(self._processes)
         looked = time.monotonic()
         seen, since = self._pulses.tolist(), [looked] * self._plan.width
         while not self._closing:
-            time.sleep(_LOOK_S)
+            ends.wait(_LOOK_S)
             now, counts = time.monotonic(), self._pulses.tolist()
             stopped, looked = now - looked > pause_s, now  # and perhaps the others, too
             patience_s = counting_s if self._ready else _START_S
@@ -256,6 +258,22 @@ class Ranks:
                 process.kill()
             os._exit(EXIT_RANK_LOST)
         self.orders.end()  # whoever loads the model raises
+
+
+class _Ends:
+    """Waits for the end of processes."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._poll = select.poll()
+        with contextlib.suppress(OSError):  # a sandbox may lack them: then an end is seen a little later
+            for process in processes:
+                self._poll.register(os.pidfd_open(process.pid), select.POLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until one has ended, or for so long. Each end is told once."""
+        for file, _ in self._poll.poll(1000 * timeout_s):
+            self._poll.unregister(file)
+            os.close(file)
 
 
 def _start(arguments: _RankArguments) -> subprocess.Popen[bytes]:
