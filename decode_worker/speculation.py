@@ -33,7 +33,8 @@ _OBSERVED = 8
 _MOST_NEW = 4
 """Most sequences whose text is read for the first time in a step: that takes some 30 ns a token."""
 _BATCH_OF_PATIENCE, _MOST_PATIENCE = 4, 4
-"""For every so many sequences of a batch, texts that expect nothing are read one step later, but in one of so many."""
+"""Texts that expect nothing are read in every step; with this many sequences in a batch in one of two, with twice as
+many in one of three, and so on up to the second number."""
 _FEW = 64
 """Most tokens of which it is tried whether fewer passes of the draft model yield more tokens per second."""
 _PASSES = (1, 2, 3, 5, 8, 12)
