@@ -291,9 +291,10 @@ class Workers:
 
     @asynccontextmanager
     async def dispatcher(
-        self, registry: Registry | None = None, *, timeout_s: float = 30.0, **options: Any
+        self, registry: Registry | None = None, *, timeout_s: float = 30.0, resume: bool = False, **options: Any
     ) -> AsyncIterator[Dispatcher]:
-        """A gateway's dispatcher in this process, connected to the workers; they are lost after `timeout_s`."""
+        """A gateway's dispatcher in this process, connected to the workers; they are lost after `timeout_s`. With
+        `resume`, workers that drain are told to serve again."""
         registry = registry or self.registry()
         dispatcher = Dispatcher(new_incarnation(), registry, monotonic, Pulse(timeout_s=timeout_s), **options)
         running = asyncio.create_task(dispatcher.links.run())
@@ -304,7 +305,9 @@ class Workers:
                 running.result()
             async with asyncio.timeout(15):
                 while not all_usable(dispatcher):
-                    await asyncio.sleep(0.01)
+                    for address in registry.workers if resume else ():
+                        dispatcher.links.tell(address, drain=False)
+                    await asyncio.sleep(0.1 if resume else 0.01)
             yield dispatcher
         finally:
             usable.cancel()

@@ -217,6 +217,14 @@ async def test_the_stream_goes_on(stage: Theatre, references: References, fault:
     stage.workers().wait_for_baseline()
 
 
+async def test_a_worker_that_is_left_draining_serves_the_next_test(stage: Theatre) -> None:
+    async with stage.dispatcher() as (dispatcher, registry):
+        dispatcher.links.tell(stage.d1.address, drain=True)
+        await until(lambda: not registry.workers[stage.d1.address].usable, "it does not drain")
+    async with stage.dispatcher() as (_, registry):
+        assert all(worker.usable for worker in registry.workers.values())
+
+
 NUM_RESETS = 3
 
 

@@ -189,15 +189,13 @@ class Theatre:
             for last_try in (False, False, True):
                 self.revive()
                 registry = self.registry()
-                connected = self.workers().dispatcher(registry, timeout_s=1.5, **options)
+                connected = self.workers().dispatcher(registry, timeout_s=1.5, resume=True, **options)
                 try:
                     dispatcher = await stack.enter_async_context(connected)
                     break
                 except TimeoutError:
                     if last_try:
                         raise
-            for actor in self.actors:
-                dispatcher.links.tell(actor.address, drain=False)
             yield dispatcher, registry
 
 
