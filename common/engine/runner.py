@@ -309,8 +309,7 @@ def load_runner(
         if kv_cache_bytes is None:
             devices = [on] if group is None else [group.device_of(rank) for rank in range(width)]
             memory_of = [torch.cuda.mem_get_info(each) for each in devices]
-            room = _room(memory_of, gpu_share, torch.cuda.memory_reserved(on))
-            kv_cache_bytes = width * max(0, room - gpu_reserve_bytes)
+            kv_cache_bytes = width * _room(memory_of, gpu_share, torch.cuda.memory_reserved(on), gpu_reserve_bytes)
             _require_a_block(kv_cache_bytes, own_layout, width)
         num_blocks, num_host_blocks = (
             size // (width * own_layout.block_bytes) for size in (kv_cache_bytes, swap_bytes)
@@ -332,10 +331,11 @@ def load_runner(
         return ModelRunner(executor, grammars, stack.pop_all().close)
 
 
-def _room(memory_of: Sequence[tuple[int, int]], share: float, used: int) -> int:
-    """Bytes of each GPU that a worker may still use: what is free, and is left of its share. `memory_of` has the free
-    and all bytes of each; each rank has used as many."""
-    return int(min(min(free, share * total - used) if share < 1 else free for free, total in memory_of))
+def _room(memory_of: Sequence[tuple[int, int]], share: float, used: int, reserve: int) -> int:
+    """Bytes of each GPU for a KV cache: what is free, and is left of the worker's share, less as large a share of the
+    reserve. `memory_of` has the free and all bytes of each; each rank has used as many."""
+    room = min(min(free, share * total - used) if share < 1 else free for free, total in memory_of)
+    return max(0, int(room - share * reserve))
 
 
 def _require_a_block(kv_cache_bytes: int, own_layout: KVLayout, width: int) -> None:

@@ -35,7 +35,6 @@ _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TC
 """What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
 _RIDING_TOKENS = 128
 """Prompt tokens for which a token budget by default has room beside a full batch."""
-GPU_RESERVE_BYTES = 4 * 2**30
 MAX_DRAFT_TOKENS = 15
 """Most drafted tokens of a sequence in a step."""
 _LEAST_RIDING_TOKENS = 16
@@ -135,9 +134,7 @@ class WorkerSettings(TierSettings):
         description="bytes of the KV cache (none: 256 MiB on a CPU; what is free on a GPU, less the reserve)",
     )
     gpu_reserve_bytes: int = Field(
-        GPU_RESERVE_BYTES,
-        ge=0,
-        description="GPU memory that a KV cache without a size leaves to activations and CUDA graphs",
+        4 * 2**30, ge=0, description="GPU memory that a KV cache without a size leaves to activations and CUDA graphs"
     )
     gpu_share: float = Field(
         1.0, gt=0, le=1, description="share of each GPU's memory that the worker may use, if others have the rest"

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from common.contract.errors import OperatorError
 from common.runtime.checkpoint import DEMO_FOLDER, resolve_model
 from common.runtime.clock import monotonic
-from common.runtime.config import ENV_PREFIX, GPU_RESERVE_BYTES, ServeSettings, load
+from common.runtime.config import ENV_PREFIX, ServeSettings, load
 from common.runtime.gpus import VISIBLE, gpus_here, placed
 from common.runtime.lifecycle import end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
@@ -94,7 +94,6 @@ class LocalStack:
                 options += ["--kv-cache-bytes", str(settings.kv_cache_bytes)]
             variables = {VISIBLE: ",".join(place.gpus)} if place.gpus else {}
             options += ["--gpu-share", str(place.share)]
-            options += ["--gpu-reserve-bytes", str(int(place.share * GPU_RESERVE_BYTES))]
             options += ["--dtype", settings.dtype, "--transport", settings.transport, "--device", settings.device]
             options += ["--host", "127.0.0.1", "--control-port", str(control), "--http-port", str(http)]
             # Said only of these: a variable may give the others a profile.

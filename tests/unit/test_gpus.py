@@ -38,7 +38,7 @@ def test_every_worker_has_gpus_of_its_own_as_far_as_there_are_any(
 
 
 def test_a_cache_takes_what_the_fullest_gpu_has_left() -> None:
-    assert _room([(70, 80), (60, 80)], 1.0, 15) == 60
-    assert _room([(70, 80), (60, 80)], 0.5, 15) == 25
-    assert _room([(70, 80), (20, 80)], 0.5, 15) == 20, "others have taken more than their share"
-    assert _room([(10, 80)], 0.25, 30) == -10
+    assert _room([(70, 80), (60, 80)], 1.0, 15, 4) == 56
+    assert _room([(70, 80), (60, 80)], 0.5, 15, 4) == 23
+    assert _room([(70, 80), (20, 80)], 0.5, 15, 4) == 18, "others have taken more than their share"
+    assert _room([(10, 80)], 0.25, 30, 4) == 0
