@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +67,52 @@ async def worker(session: aiohttp.ClientSession, url: str, address: str) -> dict
         return next(each for each in (await response.json())["workers"] if each["id"] == address)
 
 
-async def busy(session: aiohttp.ClientSession, url: str, number: int = NUM_REQUESTS) -> str:
-    """Wait until half of so many requests are in flight, and a decode worker generates; its address."""
+Asking = list[asyncio.Task[Outcome]]
+
+
+async def in_the_middle(
+    session: aiohttp.ClientSession,
+    url: str,
+    requests: list[dict[str, Any]],
+    act: Callable[[Asking], Awaitable[str | None]],
+) -> tuple[Asking, str]:
+    """Ask, and act while the answers are generated; the requests' tasks, and what the act returns.
+
+    All answers may end before this process comes to act: the act returns None then, and all are asked anew.
+    """
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
-            view = await pools(session, url)
-            decoding = [each["decode"] for each in view["requests"] if each["tokens"] >= SEEN_TOKENS]
-            if view["in_flight"] >= number / 2 and decoding:
-                return str(max(set(decoding), key=decoding.count))
+            asking = [asyncio.create_task(ask(session, url, request)) for request in requests]
+            if (acted := await act(asking)) is not None:
+                return asking, acted
+            await asyncio.gather(*asking)
 
 
-async def stopped(stack: Stack, number: int = NUM_REQUESTS) -> str:
-    """Stop a decode worker that has answers to generate by SIGSTOP; its address."""
+async def busy(session: aiohttp.ClientSession, url: str, asking: Asking) -> str | None:
+    """Wait until half of the requests are in flight, and a decode worker generates; its address.
 
-    async def stop() -> str:
-        async with new_session() as session, asyncio.timeout(START_TIMEOUT_S):
-            while True:
-                address = await busy(session, stack.url, number)
+    None: all have ended, whether or not that was seen.
+    """
+    while not all(task.done() for task in asking):
+        view = await pools(session, url)
+        decoding = [each["decode"] for each in view["requests"] if each["tokens"] >= SEEN_TOKENS]
+        if view["in_flight"] >= len(asking) / 2 and decoding:
+            return str(max(set(decoding), key=decoding.count))
+    return None
+
+
+async def stopped(stack: Stack, asking: Asking) -> str | None:
+    """Stop a decode worker that has answers to generate by SIGSTOP; its address, None if all have ended."""
+
+    async def stop() -> str | None:
+        async with new_session() as session:
+            while (address := await busy(session, stack.url, asking)) is not None:
                 pid = pid_at(stack, address)
                 os.kill(pid, signal.SIGSTOP)
                 if await decoding_at(session, stack.url, address):
                     return address
                 os.kill(pid, signal.SIGCONT)
+        return None
 
     # In a loop of its own: that of the test reads answers, and would come to this when all of them have ended.
     return await asyncio.to_thread(asyncio.run, stop())
@@ -101,14 +125,24 @@ async def prefill_stopped(session: aiohttp.ClientSession, stack: Stack) -> str:
     return str(of_role[0]["id"])
 
 
-async def asked(session: aiohttp.ClientSession, url: str, address: str) -> None:
-    """Wait until a worker has its part of some request."""
+async def asked_and_stopped(
+    session: aiohttp.ClientSession, stack: Stack, requests: list[dict[str, Any]], role: str
+) -> tuple[Asking, str]:
+    """Requests in flight, and the address of a worker of this role that is stopped by SIGSTOP and has a part of them.
 
-    async def condition() -> bool:
-        view = await pools(session, url)
+    A prefill worker is stopped before it has a prompt, a decode worker in the middle of answers.
+    """
+    if role == "decode":
+        return await in_the_middle(session, stack.url, requests, lambda asking: stopped(stack, asking))
+    address = await prefill_stopped(session, stack)
+    asking = [asyncio.create_task(ask(session, stack.url, request)) for request in requests]
+
+    async def has_some() -> bool:
+        view = await pools(session, stack.url)
         return any(each["in_flight"] for each in view["workers"] if each["id"] == address)
 
-    await becomes(condition)
+    await becomes(has_some)
+    return asking, address
 
 
 async def decoding_at(session: aiohttp.ClientSession, url: str, address: str) -> bool:
@@ -222,13 +256,8 @@ async def test_nothing_is_lost_and_nothing_is_wrong(answers: Answers, befalls: C
     stack = answers.stack
     async with new_session() as session:
         before = await failovers(session, stack.url)
-        address = await prefill_stopped(session, stack) if role == "prefill" else None
         salt = {"cache_salt": f"{befalls.__name__} {role}"}  # else who has the prompts from before is asked alone
-        asking = [asyncio.create_task(ask(session, stack.url, body | salt)) for body in bodies()]
-        if address is None:
-            address = await stopped(stack)
-        else:
-            await asked(session, stack.url, address)
+        asking, address = await asked_and_stopped(session, stack, [body | salt for body in bodies()], role)
         await befalls(session, stack, address)
         found = list(await asyncio.gather(*asking))
         wrong, num_failovers = answers.wrong(found), await failovers(session, stack.url) - before
@@ -247,8 +276,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(answers: Answers, befalls: C
 async def test_a_gateway_that_dies_is_back_at_its_ports(answers: Answers) -> None:
     stack, url = answers.stack, answers.stack.url
     async with new_session() as session:
-        asking = [asyncio.create_task(ask(session, url, body)) for body in bodies()]
-        await busy(session, url)
+        asking, _ = await in_the_middle(session, url, bodies(), lambda asking: busy(session, url, asking))
         admin_port = (await pools(session, url))["admin_port"]
         pid = stack.pid_of("-m gateway")
         assert pid is not None
@@ -271,13 +299,8 @@ async def test_streams_wait_for_the_only_worker_of_a_role(checkpoint: Callable[[
         async with new_session() as session:
             expected = [await ask(session, stack.url, request) for request in requests]
             for role in ("decode", "prefill"):
-                address = await prefill_stopped(session, stack) if role == "prefill" else None
-                salt = {"cache_salt": role}
-                asking = [asyncio.create_task(ask(session, stack.url, request | salt)) for request in requests]
-                if address is None:
-                    address = await stopped(stack, len(requests))
-                else:
-                    await asked(session, stack.url, address)
+                salted = [request | {"cache_salt": role} for request in requests]
+                asking, address = await asked_and_stopped(session, stack, salted, role)
                 await killed(session, stack, address)
                 for request, one, other in zip(requests, expected, await asyncio.gather(*asking), strict=True):
                     assert one == other or is_near_tie(folder, request, one, other)
