@@ -44,7 +44,7 @@ class Backend(Protocol):
     def norm_gate(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
     ) -> torch.Tensor:
-        """`silu_mul` of what `norm_project` gives, `[T, F / 2]`."""
+        """`silu_mul` of what `norm_project` gives, `[T, F / 2]`, as the next product takes it."""
 
     def project_onto(self, h_TE: torch.Tensor, x_TF: torch.Tensor, linear: Linear) -> torch.Tensor | None:
         """`linear(x_TF)`, which is to be added to `h_TE`; None if that is done."""

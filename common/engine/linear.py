@@ -8,7 +8,8 @@
 | CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type |
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
 
-The kernels in C take and return float32, and round nothing but the inputs that are multiplied with pairs; a row's
+The kernels in C take and return float32, and round nothing but the inputs that are multiplied with pairs; gates round
+these as soon as they are computed. A row's
 product does not depend on the rows beside it, as one of oneDNN's may. With `row_invariant` they take the place of
 oneDNN. In the last row, a product of low-precision inputs is summed in float32 and rounded once, as hardware would do
 it.
@@ -98,7 +99,7 @@ class Linear:
         del self.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, in]` to `[rows, out]`, in the type of `x`; at least one row."""
+        """`[rows, in]` to `[rows, out]`, in the type of `x`, or in float32 of what `gate` gave; at least one row."""
         if self._packed is None and x.dtype == self._stored:
             return linear(x, self.weight, self.bias)
         if self._packed is None:
@@ -112,7 +113,8 @@ class Linear:
         return y.to(x.dtype)
 
     def gate(self, x: torch.Tensor) -> torch.Tensor | None:
-        """`silu(gate) * up` of the outputs, `[rows, out / 2]`; None if there is no kernel in C for that."""
+        """`silu(gate) * up` of the outputs, `[rows, out / 2]`, or what `Kernels.gated` gives for a product with pairs;
+        None if there is no kernel in C for that."""
         if self._kernels is None or self._packed is None:
             return None
         assert self._gated

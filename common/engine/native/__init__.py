@@ -78,6 +78,7 @@ class Kernels:
             name: _function(library, f"baton_{name}_pairs", *of_type[name])
             for name in ("linear", "gated", "decode", "prefill")
         }
+        self._linear_rounded = _function(library, "baton_linear_rounded", *of_type["linear"])
         instructions = _function(library, "baton_multiplies_pairs", [], i)()
         self.multiplies_pairs = instructions > 0
         """Whether the CPU has instructions for products of bfloat16, for which weights, keys and values are packed in
@@ -102,37 +103,61 @@ class Kernels:
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
     ) -> torch.Tensor:
         """`x @ weight.T + bias`: `[T, in]` to `[T, out]`. `packed` is a weight from `pack` or `pack_pairs`, and the
-        bias is float32. With pairs, x is rounded to bfloat16.
+        bias is float32. With pairs, x is rounded to bfloat16, or is what `gated` returned.
 
         Products are exact and summed in float32, in an order that does not depend on the number of rows. Raises
         `MemoryError`.
         """
-        return self._product("linear", x, packed, bias, out_features)
+        rows, in_features = x.shape
+        self._check(x, packed, -(-out_features // PANEL))
+        assert bias is None or bias.shape == (out_features,)
+        out = torch.empty(rows, out_features)
+        arguments = (rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads())
+        if x.dtype == torch.bfloat16:
+            assert packed.dim() == 4
+            assert x.is_contiguous()
+            assert in_features % BLOCK == 0
+            failed = self._linear_rounded(x.data_ptr(), *arguments)
+        else:
+            failed = self._product("linear", packed)(_floats(x), *arguments)
+        if failed:
+            raise MemoryError("no memory for a product's inputs")
+        return out
 
     def gated(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
     ) -> torch.Tensor:
         """`silu(gate) * up` of the products of `linear`, `[T, in]` to `[T, out]`. The panels of `packed`, and the 16
-        numbers of the bias for each of them, are those of gates and of ups in turn; see `alternating`."""
-        return self._product("gated", x, packed, bias, out_features)
+        numbers of the bias for each of them, are those of gates and of ups in turn; see `alternating`.
 
-    def _product(
-        self, name: str, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
-    ) -> torch.Tensor:
-        (rows, in_features), pairs = x.shape, packed.dim() == 4
-        panels = -(-out_features // PANEL) * (2 if name == "gated" else 1)
-        shape = (panels, blocks_of(in_features) * BLOCK // 2, PANEL, 2) if pairs else (panels, in_features, PANEL)
-        assert packed.shape == shape, (packed.shape, x.shape, out_features)
-        assert packed.is_contiguous()
-        assert bias is None or bias.shape == (out_features if name == "linear" else panels * PANEL,)
-        out = torch.empty(rows, out_features)
-        multiply = self._in_pairs[name] if pairs else self._of_type[name, packed.dtype]
-        failed = multiply(
+        With pairs the result is bfloat16, rounded as `linear` would round it, and `out` is padded with zeros to a
+        multiple of `BLOCK`. Raises `MemoryError`.
+        """
+        rows, in_features = x.shape
+        panels = -(-out_features // PANEL) * 2
+        self._check(x, packed, panels)
+        assert bias is None or bias.shape == (panels * PANEL,)
+        if packed.dim() == 4:
+            out = torch.empty(rows, blocks_of(out_features) * BLOCK, dtype=torch.bfloat16)
+        else:
+            out = torch.empty(rows, out_features)
+        failed = self._product("gated", packed)(
             _floats(x), rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads()
         )
         if failed:
             raise MemoryError("no memory for a product's inputs")
         return out
+
+    def _check(self, x: torch.Tensor, packed: torch.Tensor, panels: int) -> None:
+        """Whether a packed weight has so many panels, and as many inputs as x."""
+        in_features = x.shape[1]
+        pairs = (panels, blocks_of(in_features) * BLOCK // 2, PANEL, 2)
+        assert packed.shape == (pairs if packed.dim() == 4 else (panels, in_features, PANEL)), (packed.shape, x.shape)
+        assert packed.is_contiguous()
+
+    def _product(self, name: str, packed: torch.Tensor) -> Any:
+        """The function for weights of this form."""
+        return self._in_pairs[name] if packed.dim() == 4 else self._of_type[name, packed.dtype]
 
     def _attention(self, name: str, dtype: torch.dtype) -> Any:
         """The function for KV of this type."""

@@ -7,23 +7,32 @@ enum { SUMS = 1 << 15 }; /* numbers of the sums that a thread holds */
 
 static __thread struct room gated;
 
-/* How many adjacent panels a thread takes at a time: a multiple of two, so that no gate is without its up. */
+/* How many adjacent panels a thread takes at a time, unless it takes all: a multiple of GROUP, so that no gate is
+   without its up, and what is gated is whole blocks. */
 static long gated_run(long panels, long rows, long panel_bytes, int threads) {
     const long held = SUMS / (rows * PANEL) / GROUP * GROUP, most = held < GROUP ? GROUP : held;
     const long run = rows > MANY ? most : run_of(panels, panel_bytes, threads);
     return run < most ? run : most;
 }
 
-/* Gate the sums `[rows][panels][16]` of the panels from `first` on, to rows of F numbers. */
-INLINE void gate_sums(const float *sums, long rows, long panels, long first, float *out, long F) {
-    for (long r = 0; r < rows; r++, out += F)
-        for (long p = 0; p < panels; p += 2, sums += 2 * PANEL) {
-            const long at = (first + p) / 2 * PANEL, num = F - at;
-            lane gates[LANES];
-            UNROLL for (int i = 0; i < LANES; i++)
-                gates[i] = silu_of_lanes(lanes(sums + i * LANE)) * lanes(sums + PANEL + i * LANE);
-            if (num >= PANEL) memcpy(out + at, gates, PANEL * sizeof(float));
-            else memcpy(out + at, gates, num * sizeof(float));
+/* From a row of F gated numbers to the next: floats, or `rounded` to bf16 and padded with zeros to whole blocks. */
+INLINE long gated_bytes(long F, int rounded) { return rounded ? blocks_of(F) * 2 * BLOCK : F * sizeof(float); }
+
+/* Gate the sums `[rows][panels][16]` of the panels from `first` on, a multiple of GROUP. */
+INLINE void gate_sums(const float *sums, long rows, long panels, long first, int rounded, char *out, long F) {
+    for (long r = 0; r < rows; r++, out += gated_bytes(F, rounded))
+        for (long p = 0; p < panels; p += GROUP) {
+            const long at = (first + p) / 2 * PANEL, num = F - at < BLOCK ? F - at : BLOCK;
+            float gated[BLOCK];
+            for (long i = 0; i < 2 && p + 2 * i < panels; i++, sums += 2 * PANEL)
+                UNROLL for (int part = 0; part < LANES; part++) {
+                    const float *gates = sums + part * LANE;
+                    lane some = silu_of_lanes(lanes(gates)) * lanes(gates + PANEL);
+                    memcpy(gated + i * PANEL + part * LANE, &some, sizeof(some));
+                }
+            if (rounded) round_row(gated, num, out + 2 * at);
+            else if (num == BLOCK) memcpy(out + 4 * at, gated, 4 * BLOCK);
+            else memcpy(out + 4 * at, gated, 4 * num);
         }
 }
 
@@ -43,7 +52,8 @@ INLINE void gate_sums(const float *sums, long rows, long panels, long first, flo
             PANELS_NAME(a->packed + a->rows * k, a->rows, num, a->w + first * panel_bytes + k * row_bytes, row_bytes,  \
                         panel_bytes, panels, NULL, k == 0, bias, sums, width, 0);                                      \
         }                                                                                                              \
-        gate_sums(sums, a->rows, panels, first, a->out + a->m * a->N, a->N);                                           \
+        gate_sums(sums, a->rows, panels, first, TYPE == PAIRS,                                                         \
+                  (char *)a->out + a->m * gated_bytes(a->N, TYPE == PAIRS), a->N);                                     \
         return 0;                                                                                                      \
     }                                                                                                                  \
     int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long F, int threads) {      \
@@ -88,7 +98,7 @@ static int tiled_gates(void *job, long unit) {
     part.N = panels * PANEL;
     part.m = 0;
     tiled_panels(&part, 0);
-    gate_sums(sums, a->rows, panels, first, a->out + a->m * a->N, a->N);
+    gate_sums(sums, a->rows, panels, first, 1, (char *)a->out + a->m * gated_bytes(a->N, 1), a->N);
     return 0;
 }
 
@@ -109,7 +119,8 @@ static int gate_tiles(struct tiled *a, int threads) {
 
 #endif
 
-/* The same with x rounded to bf16, and weights in pairs. */
+/* The same with x rounded to bf16, and weights in pairs. What is gated is rounded to bf16, too: inputs for
+   `baton_linear_rounded`, which is all that it is for, in half of the memory. */
 int baton_gated_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long F,
                       int threads) {
     const long blocks = blocks_of(K);

@@ -85,7 +85,7 @@ static const char *rounded_rows(const float *x, long M, long stride, long K, int
 struct tiled {
     const float *x; /* M rows of K numbers, `stride` apart */
     long M, K, stride, blocks;
-    const char *few; /* up to a tile of rows, rounded */
+    const char *rounded; /* or these rows, rounded, of whole blocks; also if there is but a tile of them */
     const char *w;
     long panel_bytes, panels; /* from a panel to the next one, and their number */
     int fresh, cold;          /* whether the products are not added to the outputs; whether panels come from memory */
@@ -105,6 +105,12 @@ static int pack_row_tile(void *job, long unit) {
     char *to = a->packed + unit * a->num * TILE_BYTES;
     for (long b = 0; b < a->num; b++, to += TILE_BYTES) {
         const long at = (a->k + b) * BLOCK, num = a->K - at < BLOCK ? a->K - at : BLOCK;
+        if (a->rounded) {
+            const char *block = a->rounded + ((a->m + first) * a->blocks * BLOCK + at) * 2;
+            for (long r = 0; r < rows; r++) memcpy(to + r * 2 * BLOCK, block + r * a->blocks * 2 * BLOCK, 2 * BLOCK);
+            memset(to + rows * 2 * BLOCK, 0, (SIDE - rows) * 2 * BLOCK);
+            continue;
+        }
         const float *from = a->x + (a->m + first) * a->stride + at;
         for (long r = 0; r < rows; r++) {
             if (num == BLOCK) round_row(from + r * a->stride, BLOCK, to + r * 2 * BLOCK);
@@ -216,7 +222,7 @@ INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long 
                 room[i][r * SIDE + n] = a->out[(a->m + row + r) * a->N + panel * SIDE + n];
     }
     struct row_tile x = {a->packed + t * a->num * TILE_BYTES, TILE_BYTES, 4 * SIDE};
-    if (!a->packed) x = (struct row_tile){a->few + a->k * 2 * BLOCK, 2 * BLOCK, a->blocks * 2 * BLOCK};
+    if (!a->packed) x = (struct row_tile){a->rounded + a->k * 2 * BLOCK, 2 * BLOCK, a->blocks * 2 * BLOCK};
     const long further = a->cold && !t ? panels * a->panel_bytes : 0;
     if (two) two_tiles(x, x.at + a->num * TILE_BYTES, w, a->num, further, fresh, &sums);
     else if (panels == 2) one_tile(2, x, w, a->num, further, fresh, &sums);
@@ -265,10 +271,11 @@ static int tiled_panels(void *job, long unit) {
 static int hold_rows(struct tiled *a, long height, long depth) {
     if (a->M > SIDE) return !(a->packed = (char *)room_for(row_tiles_of(height) * depth * TILE_BYTES / 4));
     a->packed = NULL;
-    return !(a->few = rounded_rows(a->x, a->M, a->stride, a->K, 1));
+    return !a->rounded && !(a->rounded = rounded_rows(a->x, a->M, a->stride, a->K, 1));
 }
 
-/* Compute a product; the members up to N are given, but for `few`. Returns 0, or 1 if there is not enough memory. */
+/* Compute a product; the members up to N are given, but for either `x` or `rounded`. Returns 0, or 1 if there is not
+   enough memory. */
 static int multiply_tiles(struct tiled *a, int threads) {
     const long height = a->M < TILES_ROWS ? a->M : TILES_ROWS;
     const long depth = height * a->blocks > TILES_ROWS * TILES_DEPTH ? TILES_DEPTH : a->blocks;
@@ -305,21 +312,32 @@ int baton_multiplies_pairs(void) {
 #endif
 }
 
-/* out `[M, N]` = x `[M, K]`, rounded to bf16, times the packed weights, plus bias `[N]` unless that is NULL. Returns 0,
-   or 1 if there is not enough memory. */
-int baton_linear_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,
-                       int threads) {
+static int multiply_pairs(const float *x, const char *rounded, long M, long K, const char *w, const float *bias,
+                          float *out, long N, int threads) {
     const long blocks = blocks_of(K);
 #ifdef TILES
     if (with_tiles) {
-        struct tiled product = {.x = x, .M = M, .K = K, .stride = K, .blocks = blocks, .w = w,
+        struct tiled product = {.x = x, .M = M, .K = K, .stride = K, .blocks = blocks, .rounded = rounded, .w = w,
                                 .panel_bytes = blocks * TILE_BYTES, .panels = (N + SIDE - 1) / SIDE, .fresh = 1,
                                 .cold = 1, .bias = bias, .out = out, .N = N};
         return multiply_tiles(&product, threads);
     }
 #endif
-    const char *rows = rounded_rows(x, M, K, K, threads);
+    const char *rows = rounded ? rounded : rounded_rows(x, M, K, K, threads);
     return rows ? baton_linear_words((const float *)rows, M, blocks * SIDE, w, bias, out, N, threads) : 1;
+}
+
+/* out `[M, N]` = x `[M, K]`, rounded to bf16, times the packed weights, plus bias `[N]` unless that is NULL. Returns 0,
+   or 1 if there is not enough memory. */
+int baton_linear_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,
+                       int threads) {
+    return multiply_pairs(x, NULL, M, K, w, bias, out, N, threads);
+}
+
+/* The same of rows that are rounded already, and padded with zeros to whole blocks. */
+int baton_linear_rounded(const char *x, long M, long K, const char *w, const float *bias, float *out, long N,
+                         int threads) {
+    return multiply_pairs(NULL, x, M, K, w, bias, out, N, threads);
 }
 
 /* The same by one thread, for attention: M rows of x, `stride` apart, with `panels` panels, `panel_bytes` apart, to
