@@ -212,6 +212,9 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
             held[r][i] = (lane){0};
             if (!fresh) memcpy(&held[r][i], out + r * stride + i * LANE, sizeof(lane));
         }
+    if (!fresh && rows > 2)
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int i = 0; i < panels; i++) __builtin_prefetch(out + (rows + r) * stride + i * PANEL, 1, 2);
     for (long k = 0; k < K; k++, x += rows, w += row_bytes)
         UNROLL for (int p = 0; p < panels; p++) {
             const char *first = next[0];
