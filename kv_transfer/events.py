@@ -117,7 +117,8 @@ class StartRead:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Tell the mover whether peers may be reading from this worker. While they may, it gives their reads progress."""
+    """Tell the mover whether peers may be reading from this worker, and anew whenever they learn of more to read. While
+    they may, it gives their reads progress."""
 
     serving: bool
 

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages.handoff import Attach, AttachPrefix, AttachSequence, Detach, Settle
+from common.contract.messages.handoff import Attach, AttachPrefix, AttachSequence, BlocksReady, Detach, Settle
 from common.contract.messages.worker import PromptTimes, Tokens
 from common.runtime.clock import Clock
 from common.runtime.probes import counter, gauge
@@ -40,7 +40,8 @@ none if none is cached, or if a reference would break a promise to a running req
 
 
 class Lender:
-    """The offers of one worker. It emits `Serve` when peers may begin to read, and when none may any more.
+    """The offers of one worker. It emits `Serve` when peers may begin to read, again whenever one learns of more to read,
+    and when none may read any more.
 
     `checksum` returns the CRC-32 of blocks. It is given if the deployment runs with checksums.
     """
@@ -183,15 +184,12 @@ class Lender:
         assert self._leases.num_lent <= MAX_LENT
         assert self._serving == (self._leases.num_readers > 0)
 
-    def _do(self, actions: Iterable[LeaseAction]) -> None:
-        """Pass on the actions of the lease table."""
-        self._serve_readers()
-        for action in actions:
-            self._emit(action)
-
-    def _serve_readers(self) -> None:
-        """Let the transport make progress while a peer may be reading."""
+    def _do(self, actions: Sequence[LeaseAction]) -> None:
+        """Pass on the actions of the lease table, and let the transport make progress while a peer may be reading."""
         serving = self._leases.num_readers > 0
-        if serving != self._serving:
+        announces = any(isinstance(each, Send) and isinstance(each.message, BlocksReady) for each in actions)
+        if serving != self._serving or (serving and announces):
             self._serving = serving
             self._emit(Serve(serving))
+        for action in actions:
+            self._emit(action)

@@ -143,14 +143,15 @@ def test_the_offer_of_a_request_from_attach_to_settle(worker: Worker) -> None:
     worker.open()
     told = worker.told()
     assert kinds(told) == [(D1, BlocksReady), (D1, BlocksReady), (D1, PrefillDone)]
-    assert (worker.lender.num_leases, worker.lender.num_readers, worker.serving) == (1, 1, [True])
+    assert (worker.lender.num_leases, worker.lender.num_readers) == (1, 1)
+    assert worker.serving == [True, True], "once for each time that the sink learns of something to read"
     offer = told[0][1]
     assert isinstance(offer, BlocksReady)
     worker.lender.on_message(D1, settle(offer))
     [(_, verdict)] = worker.told()
     assert isinstance(verdict, Settled)
     assert verdict.valid
-    assert (worker.held, worker.lender.num_leases, worker.serving) == ({}, 0, [True, False])
+    assert (worker.held, worker.lender.num_leases, worker.serving) == ({}, 0, [True, True, False])
     assert worker.unpinned == [(KEY, True)]
 
 
@@ -185,7 +186,7 @@ def test_a_lost_sinks_offers_wait_for_another_and_what_was_lent_to_it_is_back(wo
     assert worker.held == {1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
     worker.lender.on_peer_lost(D1)
     assert worker.held == {1: 1, 2: 1}
-    assert worker.serving == [True, False]
+    assert worker.serving == [True, True, False]
     worker.lender.on_message(D2, Attach(request=R1, attempt=1, offered=1))
     assert kinds(worker.told()) == [(D2, BlocksReady), (D2, PrefillDone)]
 

@@ -27,7 +27,12 @@ from common.contract.ids import Incarnation, new_incarnation
 from common.runtime.peer_networks import PeerNetworks
 from kv_transfer import nixl_transport, zmq_transport
 from kv_transfer.events import AddSource, DropSource, Serve, StartRead
-from kv_transfer.mover import Mover
+from kv_transfer.mover import (
+    LONGEST_SERVING_POLL_INTERVAL_S,
+    SERVING_POLL_INTERVAL_S,
+    Mover,
+    serving_poll_interval_s,
+)
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.regions import Region
 from kv_transfer.routes import Way
@@ -843,6 +848,16 @@ async def test_the_thread_polls_only_while_there_is_something_to_poll_for(watche
     await watched.until(lambda: 1 in watched.ends)
     await rests()
     await watched.mover.close()
+
+
+def test_the_thread_polls_less_often_while_peers_learn_of_nothing_to_read() -> None:
+    assert [serving_poll_interval_s(since_s) for since_s in (0.0, 0.004, 0.01, 0.02, 60.0)] == [
+        SERVING_POLL_INTERVAL_S,
+        SERVING_POLL_INTERVAL_S,
+        0.001,
+        LONGEST_SERVING_POLL_INTERVAL_S,
+        LONGEST_SERVING_POLL_INTERVAL_S,
+    ]
 
 
 async def test_a_transport_that_serves_by_itself_is_not_polled_for_its_peers() -> None:
