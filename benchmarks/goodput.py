@@ -99,14 +99,14 @@ def measure(
     options = [*length_options(workload, input_tokens, output_tokens), "--duration-s", str(seconds)]
     options += ["--timeout-s", str(timeout_s), "--ttft-target-s", str(ttft_s), "--tpot-target-s", str(itl_s)]
     peers = peers_of(systems, model, dtype)
-    with started(scratch, model, dtype, systems) as urls:
+    with started(scratch, model, dtype, systems) as up:
 
         def load(name: str, rate: float, seed: int) -> dict[str, Any]:
             arrivals = ["--rate", str(rate), "--seed", str(seed)]
-            run = run_load(urls[name], scratch / "run.json", *options, *arrivals, may_all_fail=True)
+            run = run_load(up[name].url, scratch / "run.json", *options, *arrivals, may_all_fail=True)
             return goodput_figures(run, seconds)
 
-        for runs in in_turns(systems, "rate", rates, rounds=rounds, minutes=minutes, load=load):
+        for runs in in_turns(up, "rate", rates, rounds=rounds, minutes=minutes, load=load):
             figures = {**summary(runs), "runs": runs}
             yield Result(name=f"goodput-{model}-{dtype}-{workload}", figures=figures, peers=peers)
 

@@ -1,17 +1,18 @@
 """The systems that are compared on one machine with the same weights and prompts, and how they take turns.
 
-All systems are up during the whole run (an idle one takes a few percent of a core), and each gets one run of the load
-in turn, in another order each round. All have equal cores: a pair has one core for each of its workers, a single system
-has both. The load is token ids, the same to all systems in a round.
+All systems are up during the whole run, and each gets one run of the load in turn, in another order each round. The
+processes of vLLM are stopped while another system has its turn, since each idle engine of it takes 2 to 3 % of a core;
+an idle stack of Baton takes less than 1 %, and is not stopped. All have equal cores: a pair has one core for each of
+its workers, a single system has both. The load is token ids, the same to all systems in a round.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +21,23 @@ from benchmarks.figures import compared
 from benchmarks.local import local_stack
 from benchmarks.models import Model, model_with_texts
 from benchmarks.peers import vllm
+from benchmarks.peers.process import groups, paused
 
 PAIRS = (("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
 SYSTEMS = tuple(name for pair in PAIRS for name in pair)
 
 Workload = Literal["fixed", "sharegpt"]
+
+
+@dataclass(frozen=True)
+class System:
+    """A system that is up."""
+
+    url: str
+    groups: frozenset[int] = frozenset()
+    """Its process groups that are stopped while another system has its turn."""
+
+
 Turn = dict[str, Any]
 """One run of the load on one system: the system, the point of the load, the round, the seed, and the figures."""
 
@@ -45,11 +58,16 @@ def start(stack: ExitStack, name: str, folder: Path, model: Model, dtype: str) -
 
 
 @contextmanager
-def started(scratch: Path, model: Model, dtype: str, systems: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Start all systems with one checkpoint; yields their base URLs by name."""
+def started(scratch: Path, model: Model, dtype: str, systems: Sequence[str]) -> Iterator[dict[str, System]]:
+    """Start all systems with one checkpoint; yields them by name."""
     folder = model_with_texts(scratch, model)
     with ExitStack() as stack:
-        yield {name: start(stack, name, folder, model, dtype) for name in systems}
+        found = {}
+        for name in systems:
+            before = groups()
+            url = start(stack, name, folder, model, dtype)
+            found[name] = System(url, groups() - before)
+        yield found
 
 
 def peers_of(systems: Sequence[str], model: Model, dtype: str) -> dict[str, Any] | None:
@@ -72,7 +90,7 @@ def turns(points: Sequence[float], rounds: int) -> Iterator[tuple[int, float]]:
 
 
 def in_turns(
-    systems: Sequence[str],
+    systems: Mapping[str, System],
     by: str,
     points: Sequence[float],
     *,
@@ -91,9 +109,10 @@ def in_turns(
         if time.monotonic() > end:
             return
         seed = round(1000 * point) + number + 1
-        first = number % len(systems)
-        for name in (*systems[first:], *systems[:first]):
-            figures = load(name, point, seed)
+        names, first = list(systems), number % len(systems)
+        for name in (*names[first:], *names[:first]):
+            with paused([group for other in names if other != name for group in systems[other].groups]):
+                figures = load(name, point, seed)
             show(f"{number} {name}, {point:g}", figures)
             done += [{"system": name, by: point, "round": number, "seed": seed, **figures}] if number >= 0 else []
         if done:

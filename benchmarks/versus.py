@@ -48,15 +48,17 @@ def measure(
 ) -> Iterator[Result]:
     """Start the systems, and let them take turns: all runs so far after each turn."""
     lengths, peers = length_options(workload, input_tokens, output_tokens), peers_of(systems, model, dtype)
-    with started(scratch, model, dtype, systems) as urls:
+    with started(scratch, model, dtype, systems) as up:
 
         def load(name: str, places: float, seed: int) -> dict[str, Any]:
             options = ["--concurrency", str(places), "--requests", str(max(4, requests * int(places)))]
-            figures = load_figures(run_load(urls[name], scratch / "run.json", *lengths, *options, "--seed", str(seed)))
+            figures = load_figures(
+                run_load(up[name].url, scratch / "run.json", *lengths, *options, "--seed", str(seed))
+            )
             assert not figures["failed"] or name.startswith("vllm"), f"{name}: {figures}"
             return figures
 
-        for runs in in_turns(systems, "concurrency", concurrency, rounds=rounds, minutes=minutes, load=load):
+        for runs in in_turns(up, "concurrency", concurrency, rounds=rounds, minutes=minutes, load=load):
             ratios = {"ratios": summary(runs), "runs": runs}
             yield Result(name=f"versus-{model}-{dtype}-{workload}", figures=ratios, peers=peers)
 

@@ -40,8 +40,8 @@ none if none is cached, or if a reference would break a promise to a running req
 
 
 class Lender:
-    """The offers of one worker. It emits `Serve` when peers may begin to read, again whenever one learns of more to read,
-    and when none may read any more.
+    """The offers of one worker. It emits `Serve` when peers may begin to read, again whenever they learn of more to
+    read, and when none may read any more.
 
     `checksum` returns the CRC-32 of blocks. It is given if the deployment runs with checksums.
     """

@@ -12,7 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,6 +66,25 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
+_groups: set[int] = set()
+
+
+def groups() -> frozenset[int]:
+    """The process groups that `running` has started, and that have not been ended."""
+    return frozenset(_groups)
+
+
+@contextmanager
+def paused(stopped: Collection[int]) -> Iterator[None]:
+    """Stop process groups. They go on afterwards, or when this process ends, however it does."""
+    go_on = 'cat; for group in "$@"; do kill -CONT "-$group"; done'
+    command = ["sh", "-c", go_on, "sh", *map(str, stopped)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # `cat` ends with its input
+        for group in stopped:
+            os.killpg(group, signal.SIGSTOP)
+        yield
+
+
 @contextmanager
 def running(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start `command` in a process group of its own, with its output in `log`; end the whole group afterwards.
@@ -83,9 +102,11 @@ def running(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
+    _groups.add(process.pid)
     try:
         yield process
     finally:
+        _groups.discard(process.pid)
         end_group(process)
 
 

@@ -16,6 +16,7 @@ from benchmarks import goodput, result_tables, versus
 from benchmarks.figures import compared
 from benchmarks.load.record import Outcome, Record
 from benchmarks.load.summary import Targets, summarize
+from benchmarks.systems import System
 
 
 def request(*, ttft_s: float = 0.5, gap_s: float = 0.03, outcome: Outcome = Outcome.OK) -> Record:
@@ -131,11 +132,11 @@ async def refusing(connection: Connection, body: dict[str, Any]) -> None:
 async def test_systems_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     systems = ("baton pair", "baton colocated")
     async with scripted(obedient) as one, scripted(obedient) as other, scripted(refusing) as full:
-        urls = {"baton pair": one.url, "baton colocated": other.url}
+        up = {"baton pair": System(one.url), "baton colocated": System(other.url)}
 
         @contextmanager
-        def started(*_: object) -> Iterator[dict[str, str]]:
-            yield urls
+        def started(*_: object) -> Iterator[dict[str, System]]:
+            yield up
 
         for module in (goodput, versus):
             monkeypatch.setattr(module, "started", started)
@@ -151,7 +152,7 @@ async def test_systems_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert got[0] == got[1], "in the warm-up and in a round, all systems get the same prompts, in any order"
         assert [len(each) for each in got[0]] == [6, 6]
 
-        urls["baton colocated"] = full.url
+        up["baton colocated"] = System(full.url)
         few |= {"rates": (40.0,), "seconds": 0.1, "ttft_s": 60.0, "itl_s": 60.0}
         made = await asyncio.to_thread(lambda: list(goodput.measure(tmp_path, **few)))
         found = {each["system"]: each for each in made[-1].figures["runs"]}
