@@ -8,7 +8,8 @@ the cache, `[num_blocks, K, 2, block_size, D]`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import rms_norm as normalize
@@ -20,6 +21,12 @@ from common.engine.linear import Linear
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope, rotate
 
+if TYPE_CHECKING:
+    from common.engine.group import Group
+    from common.engine.kv_cache import KVCache
+    from common.engine.model_config import ModelConfig
+    from common.engine.weights import LayerWeights
+
 _MASK_ROWS = 128
 """Most queries of one slice that attend at once: a mask has as many rows, of as many columns as the slice has keys."""
 
@@ -29,6 +36,19 @@ Norms = tuple[torch.Tensor, torch.Tensor]
 
 class Backend(Protocol):
     """The operations of a layer. Used by one thread."""
+
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        config: ModelConfig,
+        h_TE: torch.Tensor,
+        batch: RaggedBatch,
+        cache: KVCache,
+        angles: Angles,
+        group: Group | None,
+    ) -> torch.Tensor | None:
+        """Compute all layers at once: what is still to be added to `h_TE`, which is changed in place. None if the
+        backend computes them one by one, by the operations below. `config` is that of this rank's part."""
 
     def add_norm(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
@@ -88,7 +108,20 @@ class Backend(Protocol):
 
 
 class PlainProducts:
-    """Products, and what comes before and after them, one by one."""
+    """Layers one by one; products, and what comes before and after them, one by one."""
+
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        config: ModelConfig,
+        h_TE: torch.Tensor,
+        batch: RaggedBatch,
+        cache: KVCache,
+        angles: Angles,
+        group: Group | None,
+    ) -> torch.Tensor | None:
+        """See `Backend.layers`."""
+        return None
 
     def norm_project(
         self: Backend,

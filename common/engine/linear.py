@@ -74,6 +74,11 @@ class Linear:
         """Whether `pack` lets oneDNN choose a layout, whose rows cannot be read."""
         return self._kernels is None and self._on_cpu and self._stored != torch.float32
 
+    @property
+    def panels(self) -> torch.Tensor | None:
+        """The packed weight if products are computed by kernels in C; see `native.pack` and `native.pack_pairs`."""
+        return None if self._kernels is None else self._packed
+
     def pack(self) -> None:
         """Convert the loaded weight to its final representation. `weight` may be gone afterwards."""
         if self._kernels is not None:

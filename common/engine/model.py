@@ -45,7 +45,9 @@ class Decoder:
         cache.begin(batch.begun_blocks)
         h_TE = self._embed(batch.token_ids_T)
         angles = backend.angles(self._rope, batch.positions_T, h_TE.dtype)
-        delta_TE: torch.Tensor | None = None
+        delta_TE = backend.layers(self._weights.layers, config, h_TE, batch, cache, angles, self._group)
+        if delta_TE is not None:
+            return h_TE, delta_TE
         for index, layer in enumerate(self._weights.layers):
             qkv_TF = backend.norm_project(h_TE, delta_TE, layer.input_norm, eps, layer.qkv)
             kv_layer = cache.layer(index)

@@ -26,7 +26,7 @@ from common.engine.host_memory import zeros_in_large_pages
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = ("crew.h", "pairs.h", "gates.h", "paired_attention.h", "group.h")
+_HEADERS = ("crew.h", "pairs.h", "gates.h", "paired_attention.h", "group.h", "layers.h")
 _SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in _HEADERS))
 _FLAGS = (
     "-O2",
@@ -97,6 +97,7 @@ class Kernels:
         self.group_hear = _function(library, "baton_group_hear", [p], i)
         self.group_has_read = _function(library, "baton_group_has_read", [p], None)
         self.group_end = _function(library, "baton_group_end", [p], None)
+        self.forward = _function(library, "baton_forward", [p], i)
         self.group_table_bytes = _function(library, "baton_group_table_bytes", [], n)()
 
     def linear(

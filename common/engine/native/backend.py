@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from common.engine.backend import Norms, PlainProducts
 from common.engine.batch import Samples
 from common.engine.draw import column, random_numbers
+from common.engine.group import Group
+from common.engine.kv_cache import KVCache
 from common.engine.linear import Linear
+from common.engine.model_config import ModelConfig
 from common.engine.native import Kernels
+from common.engine.native.group import SharedGroup
+from common.engine.native.layers import NativeLayers, computes
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
+from common.engine.weights import LayerWeights
 
 
 class NativeBackend(PlainProducts):
@@ -21,6 +29,26 @@ class NativeBackend(PlainProducts):
         self.add_norm = kernels.add_norm
         self.silu_mul = kernels.silu_mul
         self.best = kernels.best
+        self._layers: list[NativeLayers] = []
+        """Of each model that has been computed."""
+
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        config: ModelConfig,
+        h_TE: torch.Tensor,
+        batch: RaggedBatch,
+        cache: KVCache,
+        angles: Angles,
+        group: Group | None,
+    ) -> torch.Tensor | None:
+        """See `Backend.layers`. Only if all products are computed in C, and ranks share memory."""
+        if not isinstance(group, SharedGroup | None) or not computes(weights):
+            return None
+        found = next((each for each in self._layers if each.weights is weights), None)
+        if found is None:
+            self._layers.append(found := NativeLayers(self._kernels, weights, config))
+        return found.compute(h_TE, batch, cache, angles, group)
 
     def norm_gate(
         self,

@@ -46,14 +46,15 @@ class SharedGroup:
         self._table = memory.data_ptr()
         self._place_numbers = place_numbers
         self._member = _Member(self._table, shard.rank, shard.width, place_numbers)
-        self._me = ctypes.addressof(self._member)
+        self.address = ctypes.addressof(self._member)
+        """Where C finds this rank's place in the group."""
         orders = _places_end(kernels, shard.width, place_numbers)
         self._order: Ints = memory[orders : orders + 8 * order_numbers].numpy().view(np.int64)
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group.add`. Sums are in float32."""
         summed = x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
-        self._require(self._kernels.group_add(self._me, summed.data_ptr(), summed.numel()))
+        self._require(self._kernels.group_add(self.address, summed.data_ptr(), summed.numel()))
         return summed.to(x.dtype)
 
     def beside(self, x_RV: torch.Tensor, num_columns: int) -> torch.Tensor:
@@ -61,25 +62,25 @@ class SharedGroup:
         part, num_rows = x_RV.float().contiguous(), x_RV.shape[0]
         assert x_RV.shape[1] == len(self.shard.of(num_columns)) <= self._place_numbers
         out = torch.empty(num_rows if self.shard.rank == 0 else 0, num_columns)
-        self._require(self._kernels.group_beside(self._me, part.data_ptr(), num_rows, num_columns, out.data_ptr()))
+        self._require(self._kernels.group_beside(self.address, part.data_ptr(), num_rows, num_columns, out.data_ptr()))
         return out.to(x_RV.dtype)
 
     def tell(self, order: Sequence[Ints]) -> None:
         """Rank 0 gives an order, in parts, as soon as all have read the last one."""
-        self._require(self._kernels.group_wait_for_readers(self._me))
+        self._require(self._kernels.group_wait_for_readers(self.address))
         end = 1
         for part in order:
             begin, end = end, end + part.size
             assert end <= len(self._order), "the order is too long"
             self._order[begin:end] = part.ravel()
         self._order[0] = end
-        self._kernels.group_tell(self._me)
+        self._kernels.group_tell(self.address)
 
     def hear(self) -> Ints:
         """The next order, its parts one after another; waits for it."""
-        self._require(self._kernels.group_hear(self._me))
+        self._require(self._kernels.group_hear(self.address))
         order = self._order[1 : self._order[0]].copy()
-        self._kernels.group_has_read(self._me)
+        self._kernels.group_has_read(self.address)
         return order
 
     def end(self) -> None:

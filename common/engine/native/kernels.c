@@ -1182,3 +1182,4 @@ int baton_draw(const float *x, long T, long V, const float *best, const float *t
 }
 
 #include "group.h"
+#include "layers.h"
