@@ -30,7 +30,7 @@ class NativeBackend(PlainProducts):
         self.silu_mul = kernels.silu_mul
         self.best = kernels.best
         self._layers: list[NativeLayers] = []
-        """Of each model that has been computed."""
+        """One for each model that has been computed."""
 
     def layers(
         self,
