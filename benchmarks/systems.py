@@ -2,7 +2,7 @@
 
 All systems are up during the whole run, and each gets one run of the load in turn, in another order each round. The
 processes of vLLM are stopped while another system has its turn, since each idle engine of it takes 2 to 3 % of a core;
-an idle stack of Baton takes less than 1 %, and is not stopped. All have equal cores: a pair has one core for each of
+an idle stack of Baton takes 0.6 %, and is not stopped. All have equal cores: a pair has one core for each of
 its workers, a single system has both. The load is token ids, the same to all systems in a round.
 """
 
@@ -27,6 +27,10 @@ PAIRS = (("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
 SYSTEMS = tuple(name for pair in PAIRS for name in pair)
 
 Workload = Literal["fixed", "sharegpt"]
+
+
+SETTLING_S = 2.0
+"""Seconds that a system gets after its turn to end requests whose clients have left."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def in_turns(
         for name in (*names[first:], *names[:first]):
             with paused([group for other in names if other != name for group in systems[other].groups]):
                 figures = load(name, point, seed)
+            time.sleep(SETTLING_S)
             show(f"{number} {name}, {point:g}", figures)
             done += [{"system": name, by: point, "round": number, "seed": seed, **figures}] if number >= 0 else []
         if done:

@@ -76,20 +76,29 @@ def measure(
 
 
 class Timed:
-    """Seconds that rank 0 spends in each operation of its group."""
+    """Seconds that rank 0 spends in each operation of its group since `begin`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         assert isinstance(runner.executor, LeadingExecutor)
         self._group = runner.executor._orders
-        self.taken: dict[str, float] = {}
-        for name in ("add", "beside", "tell"):
+        for name in ("beside", "tell"):
             self._watch(name, getattr(self._group, name))
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew."""
+        self._taken: dict[str, float] = {}
+        self._added_s = self._group.adding_s
+
+    def seconds(self, name: str) -> float:
+        """Those in one of the operations."""
+        return self._group.adding_s - self._added_s if name == "add" else self._taken.get(name, 0.0)
 
     def _watch(self, name: str, operation: Callable[..., Any]) -> None:
         def timed(*arguments: Any) -> Any:
             begin = time.perf_counter()
             result = operation(*arguments)
-            self.taken[name] = self.taken.get(name, 0.0) + time.perf_counter() - begin
+            self._taken[name] = self._taken.get(name, 0.0) + time.perf_counter() - begin
             return result
 
         setattr(self._group, name, timed)
@@ -115,7 +124,7 @@ def steps_of(folder: Path, model: str, dtype: str, batches: Sequence[int], round
         for turn in range(-1, rounds):  # the first warms up
             for name in sorted(SYSTEMS, reverse=bool(turn % 2)):
                 torch.set_num_threads(SYSTEMS[name][1])
-                timed.taken = {}
+                timed.begin()
                 begin = time.perf_counter()
                 for _ in range(repeats):
                     runners[name].step(slices)
@@ -124,7 +133,7 @@ def steps_of(folder: Path, model: str, dtype: str, batches: Sequence[int], round
                     took[name].append(seconds)
                     if name == "two ranks":
                         for part, of in parts.items():
-                            of.append(timed.taken.get(part, 0.0) / repeats)
+                            of.append(timed.seconds(part) / repeats)
         rows.append(
             {
                 "model": model,

@@ -121,6 +121,8 @@ class Serve:
     they may, it gives their reads progress."""
 
     serving: bool
+    num_blocks: int = 0
+    """Blocks of which they learn now."""
 
 
 MoverAction = AddSource | DropSource | StartRead | Serve

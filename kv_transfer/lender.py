@@ -187,9 +187,10 @@ class Lender:
     def _do(self, actions: Sequence[LeaseAction]) -> None:
         """Pass on the actions of the lease table, and let the transport make progress while a peer may be reading."""
         serving = self._leases.num_readers > 0
-        announces = any(isinstance(each, Send) and isinstance(each.message, BlocksReady) for each in actions)
-        if serving != self._serving or (serving and announces):
+        messages = (each.message for each in actions if isinstance(each, Send))
+        num_blocks = sum(len(each.block_ids) for each in messages if isinstance(each, BlocksReady))
+        if serving != self._serving or (serving and num_blocks):
             self._serving = serving
-            self._emit(Serve(serving))
+            self._emit(Serve(serving, num_blocks))
         for action in actions:
             self._emit(action)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -27,10 +27,12 @@ from kv_transfer.transport import Read, ReadId, ReadState, Transport
 READING_POLL_INTERVAL_S = 0.0003
 """Seconds between two polls while reads are open."""
 SERVING_POLL_INTERVAL_S = 0.0005
-"""Seconds between two polls when peers that may be reading have just learned of something to read; this costs about 4 %
-of a core."""
+"""Seconds between two polls while peers may be reading what they have learned of; this costs about 4 % of a core."""
 LONGEST_SERVING_POLL_INTERVAL_S = 0.002
-"""The same much later; this costs about 1 % of a core, and reads of 64 MiB over TCP take 1.05 times as long."""
+"""The same when they should have read it long ago; this costs about 1 % of a core."""
+READ_BYTES_PER_S = 1e9
+"""The rate at which peers should have read something: that of a slow network. Over TCP a read sends what fits into a
+socket's buffer between two polls, so that a faster one may need the shorter interval."""
 CLOSE_GRACE_S = 0.5
 """Seconds that `close` gives open reads to end, because UCX may abort a source whose sink leaves during a read."""
 
@@ -38,8 +40,8 @@ _logger = logging.getLogger(__name__)
 
 
 def serving_poll_interval_s(since_s: float) -> float:
-    """Seconds between two polls while peers may be reading, `since_s` seconds after they learned of something to read:
-    a tenth of that, within bounds. Most reads begin then, and are short."""
+    """Seconds between two polls while peers may be reading, `since_s` seconds after they should have read all that they
+    have learned of: a tenth of that, within bounds."""
     return min(max(SERVING_POLL_INTERVAL_S, since_s / 10), LONGEST_SERVING_POLL_INTERVAL_S)
 
 
@@ -189,7 +191,7 @@ class Mover:
                 transport,
                 self._commands,
                 lambda ended: self._tell(self._report, ended),
-                self._region.crc32,
+                self._region,
             )
             try:
                 self._tell(self._begin, transport, worker.metadata())
@@ -213,18 +215,19 @@ class _Worker:
         transport: Transport,
         commands: SimpleQueue[MoverAction | _Stop],
         report: Callable[[_Ended], None],
-        crc32: Callable[[Sequence[int]], tuple[int, ...]],
+        region: Region,
     ) -> None:
         self._transport = transport
-        self._crc32 = crc32
+        self._region = region
         self._commands = commands
         self._report = report
         self._open: dict[ReadId, tuple[Read, float, StartRead]] = {}
         self._refused_sources: dict[Incarnation, str] = {}
         self._read_from: set[Incarnation] = set()
         """Sources from which a read has arrived since they were added."""
-        self._serves_since: float | None = None
-        """Monotonic seconds at which peers last learned of something to read; None while none may be reading."""
+        self._read_by_s: float | None = None
+        """Monotonic seconds at which peers should have read all that they have learned of; None while none may be
+        reading."""
 
     def metadata(self) -> bytes:
         """The metadata of the transport."""
@@ -261,9 +264,9 @@ class _Worker:
         """Seconds to wait for a command before the next poll; None waits until one comes."""
         if self._open:
             return READING_POLL_INTERVAL_S
-        if self._serves_since is None or not self._transport.serves_by_polling:
+        if self._read_by_s is None or not self._transport.serves_by_polling:
             return None
-        return serving_poll_interval_s(time.monotonic() - self._serves_since)
+        return serving_poll_interval_s(time.monotonic() - self._read_by_s)
 
     def _execute(self, action: MoverAction) -> None:
         match action:
@@ -275,8 +278,11 @@ class _Worker:
                     self._refused_sources[source] = str(error)
             case StartRead():
                 self._start_read(action)
-            case Serve(serving):
-                self._serves_since = time.monotonic() if serving else None
+            case Serve(serving, num_blocks):
+                begin_s = max(time.monotonic(), self._read_by_s or 0.0)
+                self._read_by_s = (
+                    begin_s + num_blocks * self._region.block_bytes / READ_BYTES_PER_S if serving else None
+                )
             case DropSource(source):
                 self._read_from.discard(source)
                 self._refused_sources.pop(source, None)
@@ -315,7 +321,7 @@ class _Worker:
         without checksums."""
         if command.checksums is None:
             return ""
-        arrived = self._crc32(command.sink_blocks)
+        arrived = self._region.crc32(command.sink_blocks)
         for block, mine, theirs in zip(command.source_blocks, arrived, command.checksums, strict=True):
             if mine != theirs:
                 return f"block {block} of the source arrived with checksum {mine:08x} instead of {theirs:08x}"

@@ -9,10 +9,9 @@
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
 
 The kernels in C take and return float32, and round nothing but the inputs that are multiplied with pairs; gates round
-these as soon as they are computed. A row's
-product does not depend on the rows beside it, as one of oneDNN's may. With `row_invariant` they take the place of
-oneDNN. In the last row, a product of low-precision inputs is summed in float32 and rounded once, as hardware would do
-it.
+these as soon as they are computed. A row's product does not depend on the rows beside it, as one of oneDNN's may. With
+`row_invariant` they take the place of oneDNN. In the last row, a product of low-precision inputs is summed in float32
+and rounded once, as hardware would do it.
 """
 
 from __future__ import annotations

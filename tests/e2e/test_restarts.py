@@ -86,6 +86,8 @@ async def in_the_middle(
             if (acted := await act(asking)) is not None:
                 return asking, acted
             await asyncio.gather(*asking)
+            # else who has the prompts from before is asked alone
+            requests = [request | {"cache_salt": f"{request.get('cache_salt')}, anew"} for request in requests]
 
 
 async def busy(session: aiohttp.ClientSession, url: str, asking: Asking) -> str | None:

@@ -243,47 +243,6 @@ def test_in_c_logits_have_the_same_bits_in_chunks_of_any_size(
         assert torch.equal(logits_of_chunks(checkpoint(variant), prompt, chunk, in_c, dtype=dtype), whole), chunk
 
 
-class OneByOne(NativeBackend):
-    """Computes a layer after another, as it must where a product is not computed in C."""
-
-    def layers(self, *_: object) -> None:
-        return None
-
-
-@pytest.mark.parametrize(
-    ("dtype", "pairs"), [("float32", False), ("float16", False), ("bfloat16", False), ("bfloat16", True)]
-)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_all_layers_in_one_call_give_the_same_bits_as_one_by_one(
-    checkpoint: Callable[[str], Path], variant: str, dtype: str, pairs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits and KV of decode tokens and chunks of prompts side by side, in two steps."""
-    kernels = compiled(in_c)
-    assert kernels is not None
-    monkeypatch.setattr(kernels, "multiplies_pairs", pairs)
-    folder = checkpoint(variant)
-    config = ModelConfig.from_folder(folder)
-    decoder = Decoder(config, load_weights(config, folder, dtype, CPU, kernels=kernels, row_invariant=True))
-    sample = Sample(params=SamplingParams(max_tokens=1), choice=0, position=0, token_ids=(), prompt_len=0)
-    (tokens,) = prompts((150,))
-    lengths = [(40, 1), (33, 1), (20, 17), (5, 1), (64, 1), (1, 64)]  # tokens of a sequence in the first step, and then
-    made = []
-    for backend in (NativeBackend(kernels), OneByOne(kernels)):
-        cache = KVCache(config.layout(BLOCK_SIZE, dtype), 64, CPU)
-        steps = []
-        for step in range(2):
-            slices = []
-            for index, of_steps in enumerate(lengths):
-                start = 0 if step == 0 else of_steps[0]
-                table = list(range(10 * index, 10 * index + 10))
-                ids = tokens[index + start : index + start + of_steps[step]]
-                slices.append(Slice(token_ids=ids, start=start, block_table=table, samples=(sample,)))
-            steps.append(decoder.forward(Rows.of(slices, BLOCK_SIZE).on(CPU), cache, backend))
-        made.append((*steps, cache.blocks))
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
-    assert made[0][1].isfinite().all()
-
-
 @pytest.mark.parametrize("backend", [in_torch, in_c])
 @pytest.mark.parametrize("chunk", [150, 7, 1])
 def test_what_an_earlier_owner_left_in_a_block_does_not_matter(

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from native_builds import EMULATED_TILES, build
 from needs import require
 
 from common.contract.sampling import SamplingParams
@@ -32,7 +33,6 @@ from common.engine.runner import load_runner
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EMULATED = Path(__file__).parents[1] / "emulated_tiles.h"
 TOLERANCE = 1e-5
 """‖out - ref‖ / ‖ref‖: sums are in float32 whatever the type of the weights."""
 
@@ -46,17 +46,10 @@ def kernels() -> Kernels:
     return found
 
 
-def compiled(folder: Path, *flags: str) -> Kernels:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(native, "_FLAGS", ("-O1", *native._FLAGS[1:], *flags))
-        return native._load()
-
-
 @pytest.fixture(scope="module")
 def large(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The kernels with the tiles of a CPU with AVX-512."""
-    return compiled(tmp_path_factory.mktemp("large"), "-DLARGE_TILES")
+    return build(tmp_path_factory.mktemp("large"), "-DLARGE_TILES")
 
 
 @pytest.fixture(scope="module", params=["of this CPU", "large"])
@@ -68,7 +61,7 @@ def tiled(request: pytest.FixtureRequest, kernels: Kernels, large: Kernels) -> K
 @pytest.fixture(scope="module")
 def emulating(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The kernels with AMX, whose instructions are emulated."""
-    return compiled(tmp_path_factory.mktemp("tiles"), f'-DEMULATED_TILES="{EMULATED}"')
+    return build(tmp_path_factory.mktemp("tiles"), EMULATED_TILES)
 
 
 @pytest.fixture(scope="module", params=["of this CPU", "large", "emulated AMX"])

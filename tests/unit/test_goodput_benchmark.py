@@ -13,6 +13,7 @@ import pytest
 from load_server import Connection, obedient, scripted
 
 from benchmarks import goodput, result_tables, versus
+from benchmarks import systems as systems_that_compete
 from benchmarks.figures import compared
 from benchmarks.load.record import Outcome, Record
 from benchmarks.load.summary import Targets, summarize
@@ -138,6 +139,7 @@ async def test_systems_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def started(*_: object) -> Iterator[dict[str, System]]:
             yield up
 
+        monkeypatch.setattr(systems_that_compete, "SETTLING_S", 0.0)
         for module in (goodput, versus):
             monkeypatch.setattr(module, "started", started)
         few: dict[str, Any] = {"rounds": 1, "workload": "fixed", "output_tokens": 3, "systems": systems}

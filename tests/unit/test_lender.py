@@ -43,6 +43,7 @@ class Worker:
         self.now = 100.0
         self.sent: list[tuple[Incarnation, Message]] = []
         self.serving: list[bool] = []
+        self.announced: list[int] = []
         self.dropped: list[tuple[RequestKey, Cause]] = []
         self.unpinned: list[tuple[RequestKey, bool]] = []
         """(as it was opened, whether a sink has the blocks)."""
@@ -70,8 +71,9 @@ class Worker:
         match decision:
             case Send(peer, message):
                 self.sent.append((peer, message))
-            case Serve(serving):
+            case Serve(serving, num_blocks):
                 self.serving.append(serving)
+                self.announced.append(num_blocks)
             case Released(block_ids):
                 self.references.subtract(block_ids)
             case Unpinned(key, block_ids, settled):
@@ -144,7 +146,8 @@ def test_the_offer_of_a_request_from_attach_to_settle(worker: Worker) -> None:
     told = worker.told()
     assert kinds(told) == [(D1, BlocksReady), (D1, BlocksReady), (D1, PrefillDone)]
     assert (worker.lender.num_leases, worker.lender.num_readers) == (1, 1)
-    assert worker.serving == [True, True], "once for each time that the sink learns of something to read"
+    assert worker.serving == [True, True], "when the sink may begin to read, and when it learns of something to read"
+    assert worker.announced == [0, 2]
     offer = told[0][1]
     assert isinstance(offer, BlocksReady)
     worker.lender.on_message(D1, settle(offer))

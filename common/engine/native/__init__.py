@@ -113,14 +113,14 @@ class Kernels:
         self._check(x, packed, -(-out_features // PANEL))
         assert bias is None or bias.shape == (out_features,)
         out = torch.empty(rows, out_features)
-        arguments = (rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads())
+        arguments = (rows, in_features, packed.data_ptr(), floats_at(bias), out.data_ptr(), out_features, _threads())
         if x.dtype == torch.bfloat16:
             assert packed.dim() == 4
             assert x.is_contiguous()
             assert in_features % BLOCK == 0
             failed = self._linear_rounded(x.data_ptr(), *arguments)
         else:
-            failed = self._product("linear", packed)(_floats(x), *arguments)
+            failed = self._product("linear", packed)(floats_at(x), *arguments)
         if failed:
             raise MemoryError("no memory for a product's inputs")
         return out
@@ -143,7 +143,14 @@ class Kernels:
         else:
             out = torch.empty(rows, out_features)
         failed = self._product("gated", packed)(
-            _floats(x), rows, in_features, packed.data_ptr(), _floats(bias), out.data_ptr(), out_features, _threads()
+            floats_at(x),
+            rows,
+            in_features,
+            packed.data_ptr(),
+            floats_at(bias),
+            out.data_ptr(),
+            out_features,
+            _threads(),
         )
         if failed:
             raise MemoryError("no memory for a product's inputs")
@@ -193,7 +200,7 @@ class Kernels:
             *_heads(q_NHD, kv_layer),
             window or 0,
             scale,
-            _floats(out_NHD),
+            floats_at(out_NHD),
             _threads(),
         )
         if failed:
@@ -222,7 +229,7 @@ class Kernels:
             *_heads(q_THD, kv_layer),
             window or 0,
             scale,
-            _floats(out_THD),
+            floats_at(out_THD),
             _threads(),
         )
         if failed:
@@ -268,7 +275,14 @@ class Kernels:
         assert delta_TE is None or delta_TE.shape == h_TE.shape
         assert weight_E.shape == (size,)
         self._add_norm(
-            _floats(h_TE), _floats(delta_TE), _floats(weight_E), eps, num_rows, size, out_TE.data_ptr(), _threads()
+            floats_at(h_TE),
+            floats_at(delta_TE),
+            floats_at(weight_E),
+            eps,
+            num_rows,
+            size,
+            out_TE.data_ptr(),
+            _threads(),
         )
         return out_TE
 
@@ -290,16 +304,16 @@ class Kernels:
         assert row_size >= (num_heads + num_kv_heads) * head_dim
         q_norm, k_norm = norms if norms is not None else (None, None)
         self._rotate(
-            _floats(qkv_TF),
+            floats_at(qkv_TF),
             row_size,
             num_heads + num_kv_heads,
             num_heads,
             head_dim,
-            _floats(q_norm),
-            _floats(k_norm),
+            floats_at(q_norm),
+            floats_at(k_norm),
             eps,
-            _floats(cos_T1D),
-            _floats(sin_T1D),
+            floats_at(cos_T1D),
+            floats_at(sin_T1D),
             num_rows,
             _threads(),
         )
@@ -308,7 +322,7 @@ class Kernels:
         """`silu(gate) * up`. The first half of a row holds the gates, the second half the ups."""
         num_rows, size = gate_up_TF.shape
         out_TF = torch.empty(num_rows, size // 2)
-        self._silu_mul(_floats(gate_up_TF), num_rows, size // 2, _floats(out_TF), _threads())
+        self._silu_mul(floats_at(gate_up_TF), num_rows, size // 2, floats_at(out_TF), _threads())
         return out_TF
 
     def best(self, x_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,7 +330,7 @@ class Kernels:
         counts."""
         num_rows, size = x_TV.shape
         values_T, indices_T = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
-        self._best(_floats(x_TV), num_rows, size, values_T.data_ptr(), indices_T.data_ptr(), _threads())
+        self._best(floats_at(x_TV), num_rows, size, values_T.data_ptr(), indices_T.data_ptr(), _threads())
         return values_T, indices_T
 
     def draw(
@@ -338,14 +352,14 @@ class Kernels:
         assert (top_k_T.dtype, random_T.dtype) == (torch.int64, torch.float64)
         tokens_T = torch.empty(num_rows, dtype=torch.int64)
         failed = self._draw(
-            _floats(x_TV),
+            floats_at(x_TV),
             num_rows,
             size,
-            _floats(best_T),
-            _floats(temperature_T),
+            floats_at(best_T),
+            floats_at(temperature_T),
             top_k_T.data_ptr(),
-            _floats(top_p_T),
-            _floats(log_min_p_T),
+            floats_at(top_p_T),
+            floats_at(log_min_p_T),
             random_T.data_ptr(),
             tokens_T.data_ptr(),
             _threads(),
@@ -361,7 +375,7 @@ def _function(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any
     return function
 
 
-def _floats(x: torch.Tensor | None) -> int | None:
+def floats_at(x: torch.Tensor | None) -> int | None:
     """The address of contiguous float32 numbers; None for None."""
     if x is None:
         return None

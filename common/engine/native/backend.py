@@ -43,11 +43,11 @@ class NativeBackend(PlainProducts):
         group: Group | None,
     ) -> torch.Tensor | None:
         """See `Backend.layers`. Only if all products are computed in C, and ranks share memory."""
-        if not isinstance(group, SharedGroup | None) or not computes(weights):
-            return None
-        found = next((each for each in self._layers if each.weights is weights), None)
-        if found is None:
+        found = next((each for each in self._layers if each.weights is weights and each.config is config), None)
+        if found is None and computes(weights):
             self._layers.append(found := NativeLayers(self._kernels, weights, config))
+        if found is None or not isinstance(group, SharedGroup | None):
+            return None
         return found.compute(h_TE, batch, cache, angles, group)
 
     def norm_gate(

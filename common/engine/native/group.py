@@ -28,6 +28,7 @@ class _Member(ctypes.Structure):
         ("rank", ctypes.c_long),
         ("width", ctypes.c_long),
         ("numbers", ctypes.c_long),
+        ("adding_ns", ctypes.c_long),
     )
 
 
@@ -50,6 +51,11 @@ class SharedGroup:
         """Where C finds this rank's place in the group."""
         orders = _places_end(kernels, shard.width, place_numbers)
         self._order: Ints = memory[orders : orders + 8 * order_numbers].numpy().view(np.int64)
+
+    @property
+    def adding_s(self) -> float:
+        """Seconds that this rank has spent in sums so far."""
+        return float(self._member.adding_ns / 1e9)
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group.add`. Sums are in float32."""

@@ -31,7 +31,7 @@ struct forward {
     long slices, width;
     char *cache; /* the first head of block 0 in the first layer */
     long layer_bytes, block_bytes, head_bytes, block_size, kv_type;
-    const struct member *group; /* NULL: this is the only rank */
+    struct member *group; /* NULL: this is the only rank */
     float scale, eps;
     int threads;
 };
@@ -95,7 +95,7 @@ static int compute_layer(const struct forward *a, const struct layer *layer, cha
     const long width = a->heads * a->head_dim, keys_end = width + a->kv_heads * a->head_dim;
     float *x = grown(&normed, a->T * a->E), *qkv = grown(&projected, a->T * p->outputs);
     float *values = grown(&attended, a->T * width);
-    float *gated = grown(&let_through, a->T * blocks_of(gate_up->outputs) * BLOCK);
+    float *gated = grown(&let_through, a->T * gated_bytes(gate_up->outputs, gate_up->type == PAIRS) / 4);
     if (!x || !qkv || !values || !gated) return NO_MEMORY;
 
     baton_add_norm(a->h, delta, layer->input_norm, a->eps, a->T, a->E, x, a->threads);

@@ -11,7 +11,7 @@ import torch
 from common.engine.kv_cache import KVCache
 from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
-from common.engine.native import Kernels
+from common.engine.native import Kernels, floats_at, serves
 from common.engine.native.group import GroupEndedError, SharedGroup
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles
@@ -59,14 +59,14 @@ class _Forward(ctypes.Structure):
 
 
 class NativeLayers:
-    """The layers of one model, whose products are all computed by kernels in C."""
+    """The layers of one model, whose products are all computed by kernels in C. Used by one thread at a time."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[LayerWeights], config: ModelConfig) -> None:
         """`config` is that of this rank's part of the model."""
-        assert computes(layers)
-        self.weights = layers
+        assert serves(config.head_dim), config.head_dim
+        self.weights, self.config = layers, config
         self._kernels = kernels
-        described = [_layer(layer, window) for layer, window in zip(layers, config.windows, strict=True)]
+        described = [_layer(config, *each) for each in zip(layers, config.windows, strict=True)]
         self._layers = (_Layer * len(layers))(*described)
         self._forward = _Forward(
             layers=ctypes.addressof(self._layers),
@@ -84,33 +84,12 @@ class NativeLayers:
     ) -> torch.Tensor:
         """Compute the batch's tokens, whose embeddings are `h_TE`, in place, and store their KV. Returns what is still
         to be added. Raises `MemoryError`, and `GroupEndedError`."""
-        step, (cos_T1D, sin_T1D), blocks = self._forward, angles, cache.blocks
-        num_tokens = h_TE.shape[0]
+        step = self._forward
         delta_TE = torch.empty(h_TE.shape)
-        floats = (h_TE, cos_T1D, sin_T1D)
-        integers = (
-            batch.slot_blocks_T,
-            batch.slot_offsets_T,
-            batch.query_start_B1,
-            batch.seq_lens_B,
-        )
-        tables_BM = batch.block_tables_BM
-        assert all(each.dtype == torch.float32 and each.is_contiguous() for each in floats)
-        assert all(each.dtype == torch.int64 and each.is_contiguous() for each in integers)
-        assert (tables_BM.dtype, tables_BM.stride(1)) == (torch.int64, 1)
-        assert cos_T1D.shape == sin_T1D.shape == (num_tokens, 1, step.head_dim)
         assert h_TE.shape[1] == step.E
-        step.h, step.cosines, step.sines = (each.data_ptr() for each in floats)
-        step.slot_blocks, step.slot_offsets, step.starts, step.lens = (each.data_ptr() for each in integers)
-        step.tables, step.width, step.slices = tables_BM.data_ptr(), tables_BM.stride(0), len(batch.query_lens)
-        step.delta, step.T = delta_TE.data_ptr(), num_tokens
-        num_heads, _, block_size, head_dim = blocks.shape[1], *blocks.shape[3:]
-        assert (num_heads, head_dim) == (step.kv_heads, step.head_dim)
-        itemsize = blocks.element_size()
-        step.cache, step.block_size = blocks.data_ptr(), block_size
-        step.block_bytes, step.head_bytes, step.layer_bytes = (itemsize * each for each in blocks.stride()[:3])
-        pairs = blocks.dtype == torch.bfloat16 and self._kernels.multiplies_pairs
-        step.kv_type = _PAIRS if pairs else _TYPES[blocks.dtype]
+        step.h, step.T, step.delta = floats_at(h_TE), h_TE.shape[0], delta_TE.data_ptr()
+        self._describe_batch(batch, angles)
+        self._describe_cache(cache.blocks)
         step.group = None if group is None else group.address
         step.threads = torch.get_num_threads()
         failed = self._kernels.forward(ctypes.addressof(step))
@@ -120,6 +99,28 @@ class NativeLayers:
             raise MemoryError("no memory for a step's activations")
         return delta_TE
 
+    def _describe_batch(self, batch: RaggedBatch, angles: Angles) -> None:
+        step, num_slices, tables_BM = self._forward, len(batch.query_lens), batch.block_tables_BM
+        tokens, slices = (batch.slot_blocks_T, batch.slot_offsets_T), (batch.query_start_B1, batch.seq_lens_B)
+        assert [len(each) for each in (*tokens, *slices)] == [step.T, step.T, num_slices + 1, num_slices]
+        assert (len(tables_BM), tables_BM.dtype, tables_BM.stride(1)) == (num_slices, torch.int64, 1)
+        assert all(each.shape == (step.T, 1, step.head_dim) for each in angles)
+        step.cosines, step.sines = map(floats_at, angles)
+        step.slot_blocks, step.slot_offsets, step.starts, step.lens = map(_integers_at, (*tokens, *slices))
+        step.tables, step.width, step.slices = tables_BM.data_ptr(), tables_BM.stride(0), num_slices
+
+    def _describe_cache(self, blocks: torch.Tensor) -> None:
+        """`blocks` is `[num_blocks, K, num_layers, 2, block_size, D]`."""
+        step = self._forward
+        _, num_kv_heads, num_layers, _, block_size, head_dim = blocks.shape
+        assert (num_kv_heads, num_layers, head_dim) == (step.kv_heads, step.num_layers, step.head_dim)
+        assert blocks.is_contiguous()
+        itemsize = blocks.element_size()
+        step.cache, step.block_size = blocks.data_ptr(), block_size
+        step.block_bytes, step.head_bytes, step.layer_bytes = (itemsize * each for each in blocks.stride()[:3])
+        pairs = blocks.dtype == torch.bfloat16 and self._kernels.multiplies_pairs
+        step.kv_type = _PAIRS if pairs else _TYPES[blocks.dtype]
+
 
 def computes(layers: Sequence[LayerWeights]) -> bool:
     """Whether all products of these layers are computed by kernels in C."""
@@ -127,22 +128,37 @@ def computes(layers: Sequence[LayerWeights]) -> bool:
     return all(product.panels is not None for product in products)
 
 
-def _layer(layer: LayerWeights, window: int | None) -> _Layer:
+def _layer(config: ModelConfig, layer: LayerWeights, window: int | None) -> _Layer:
     q_norm, k_norm = (None, None) if layer.qk_norms is None else layer.qk_norms
-    norms = (layer.input_norm, layer.mlp_norm, q_norm, k_norm)
-    assert all(each is None or (each.dtype == torch.float32 and each.is_contiguous()) for each in norms)
+    width, inner = config.num_heads * config.head_dim, config.intermediate_size
+    qkv = width + 2 * config.num_kv_heads * config.head_dim
+    gate_up, down = (
+        _product(layer.gate_up, config.hidden_size, 2 * inner),
+        _product(layer.down, inner, config.hidden_size),
+    )
+    assert gate_up.type == down.type
+    gate_up.outputs = inner
     return _Layer(
-        *(None if each is None else each.data_ptr() for each in norms),
-        _product(layer.qkv, layer.qkv.out_features),
-        _product(layer.output, layer.output.out_features),
-        _product(layer.gate_up, layer.gate_up.out_features // 2),
-        _product(layer.down, layer.down.out_features),
+        *(floats_at(each) for each in (layer.input_norm, layer.mlp_norm, q_norm, k_norm)),
+        _product(layer.qkv, config.hidden_size, qkv),
+        _product(layer.output, width, config.hidden_size),
+        gate_up,
+        down,
         window or 0,
     )
 
 
-def _product(linear: Linear, outputs: int) -> _Product:
+def _product(linear: Linear, inputs: int, outputs: int) -> _Product:
+    assert (linear.in_features, linear.out_features) == (inputs, outputs)
     assert linear.panels is not None
-    bias = None if linear.bias is None else linear.bias.data_ptr()
     pairs = linear.panels.dim() == 4
-    return _Product(linear.panels.data_ptr(), bias, outputs, _PAIRS if pairs else _TYPES[linear.panels.dtype])
+    return _Product(
+        linear.panels.data_ptr(), floats_at(linear.bias), outputs, _PAIRS if pairs else _TYPES[linear.panels.dtype]
+    )
+
+
+def _integers_at(x: torch.Tensor) -> int:
+    """The address of contiguous int64 numbers."""
+    assert x.dtype == torch.int64, x.dtype
+    assert x.is_contiguous(), x.stride()
+    return x.data_ptr()
