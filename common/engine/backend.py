@@ -61,6 +61,17 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """`linear` of what `add_norm` gives, `[T, F]`."""
 
+    def project_rows(
+        self,
+        h_TE: torch.Tensor,
+        delta_TE: torch.Tensor | None,
+        rows_R: torch.Tensor,
+        norm_E: torch.Tensor,
+        eps: float,
+        linear: Linear,
+    ) -> torch.Tensor:
+        """`norm_project` of some rows, `[R, F]`; `h_TE` stays as it is."""
+
     def norm_gate(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
     ) -> torch.Tensor:
@@ -133,6 +144,19 @@ class PlainProducts:
     ) -> torch.Tensor:
         """See `Backend.norm_project`."""
         return linear(self.add_norm(h_TE, delta_TE, norm_E, eps))
+
+    def project_rows(
+        self: Backend,
+        h_TE: torch.Tensor,
+        delta_TE: torch.Tensor | None,
+        rows_R: torch.Tensor,
+        norm_E: torch.Tensor,
+        eps: float,
+        linear: Linear,
+    ) -> torch.Tensor:
+        """See `Backend.project_rows`."""
+        delta_RE = None if delta_TE is None else delta_TE[rows_R]
+        return self.norm_project(h_TE[rows_R], delta_RE, norm_E, eps, linear)
 
     def norm_gate(
         self: Backend,

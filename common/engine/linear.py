@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding, linear
 
-from common.engine.native import Kernels, alternating, pack, pack_pairs, unpacked_rows
+from common.engine.native import Kernels
+from common.engine.native.packing import alternating, pack, pack_pairs
 
 FEW_ROWS = 16
 """Most rows of a product for which a GPU may have a kernel of its own."""
@@ -75,7 +76,7 @@ class Linear:
 
     @property
     def panels(self) -> torch.Tensor | None:
-        """The packed weight if products are computed by kernels in C; see `native.pack` and `native.pack_pairs`."""
+        """The packed weight if products are computed by kernels in C; see `packing.pack` and `pack_pairs`."""
         return None if self._kernels is None else self._packed
 
     def pack(self) -> None:
@@ -91,11 +92,11 @@ class Linear:
             self.pack_for_onednn()
 
     def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
-        """Copy rows of the weight, `[T, in]`. Not if it is `for_onednn`."""
+        """Copy rows of the weight, `[T, in]`; of a packed one in float32. Not if it is `for_onednn`."""
         if self._kernels is None:
             return embedding(rows_T, self.weight)
         assert self._packed is not None, "the weight has not been packed"
-        return unpacked_rows(self._packed, rows_T)[:, : self.in_features]
+        return self._kernels.unpack(self._packed, rows_T, (self.out_features, self.in_features))
 
     def pack_for_onednn(self) -> None:
         """Let oneDNN choose the layout of the weight."""

@@ -42,7 +42,8 @@ class Decoder:
     def hidden(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> Hidden:
         """Compute the batch's tokens, and store their KV. Returns the hidden states before the final norm."""
         config, eps = self.own_config, self.config.rms_norm_eps
-        cache.begin(batch.begun_blocks)
+        if batch.begun_blocks.shape[0]:
+            cache.begin(batch.begun_blocks)
         h_TE = self._embed(batch.token_ids_T)
         angles = backend.angles(self._rope, batch.positions_T, h_TE.dtype)
         delta_TE = backend.layers(self._weights.layers, config, h_TE, batch, cache, angles, self._group)
@@ -80,7 +81,6 @@ class Decoder:
         h_TE, delta_TE = hidden
         if rows_R.numel() == 0:
             return h_TE.new_empty(0, self.config.vocab_size)
-        delta_RE = None if delta_TE is None else delta_TE[rows_R]
         weights, eps = self._weights, self.config.rms_norm_eps
-        logits_RV = backend.norm_project(h_TE[rows_R], delta_RE, weights.final_norm, eps, weights.lm_head)
+        logits_RV = backend.project_rows(h_TE, delta_TE, rows_R, weights.final_norm, eps, weights.lm_head)
         return logits_RV if self._group is None else self._group.beside(logits_RV, self.config.vocab_size)

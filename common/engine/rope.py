@@ -42,8 +42,8 @@ class YarnScaling:
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines, `[T, 1, D]` each. The sines in the first half of D are negated. Instead, the Triton kernels
-take a table of all positions (`Rope.table`) and the positions `[T]`."""
+"""Cosines and signed sines, `[T, 1, D]` each. The sines in the first half of D are negated. Instead, kernels in C or
+Triton take a table of all positions (`Rope.table`) and the positions `[T]`."""
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
 

@@ -25,8 +25,9 @@ from common.engine.backend import TorchBackend
 from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
 from common.engine.linear import Linear
-from common.engine.native import BLOCK, Kernels, pack, pack_pairs, unpacked_rows
+from common.engine.native import Kernels
 from common.engine.native.backend import NativeBackend
+from common.engine.native.packing import pack, pack_pairs
 from common.engine.ragged import Rows
 from common.engine.rope import Rope, RopeConfig
 from common.engine.runner import load_runner
@@ -117,9 +118,10 @@ def test_a_forked_process_computes_without_the_helpers_of_its_parent(kernels: Ke
     program = """
 import os, torch
 from common.engine import native
+from common.engine.native import packing
 kernels = native.kernels()
 torch.set_num_threads(3)
-packed, x = native.pack(torch.ones(300, 50)), torch.ones(100, 50)
+packed, x = packing.pack(torch.ones(300, 50)), torch.ones(100, 50)
 assert kernels.linear(x, packed, None, 300).eq(50).all()
 child = os.fork()
 if child == 0:
@@ -209,12 +211,28 @@ def test_pairs_round_as_torch_does_and_keep_what_is_not_a_number_in_its_row(pair
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 32), (17, 33), (50, 96), (130, 7)])
-def test_rows_of_packed_pairs_are_those_of_the_weight(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape).bfloat16()
-    rows = unpacked_rows(pack_pairs(weight), torch.arange(shape[0]))
-    assert rows.shape[1] % BLOCK == 0
-    assert torch.equal(rows[:, : shape[1]], weight)
-    assert not rows[:, shape[1] :].any()
+@pytest.mark.parametrize("kind", ["pairs", *DTYPES], ids=str)
+def test_rows_of_a_packed_weight_are_those_of_the_weight(
+    kernels: Kernels, kind: str | torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight = torch.randn(shape).to(torch.bfloat16 if isinstance(kind, str) else kind)
+    packed = pack_pairs(weight) if kind == "pairs" else pack(weight)
+    rows = torch.arange(shape[0] - 1, -1, -1)
+    assert torch.equal(kernels.unpack(packed, rows, shape), weight.float().flip(0))
+    for absent in (-1, shape[0]):
+        with pytest.raises(IndexError, match=f"among {shape[0]}"):
+            kernels.unpack(packed, torch.tensor([0, absent]), shape)
+
+
+def test_some_rows_are_normalised_as_all_are_and_stay_as_they_are(kernels: Kernels) -> None:
+    for size in (8, 33, 288):
+        h, delta, weight = torch.randn(70, size), torch.randn(70, size), torch.randn(size)
+        rows = torch.tensor([69, 0, 5, 5])
+        for more in (None, delta):
+            before, added = h.clone(), h.clone()
+            expected = kernels.add_norm(added, more, weight, 1e-5)
+            assert torch.equal(kernels.norm_some(h, more, rows, weight, 1e-5), expected[rows])
+            assert torch.equal(h, before)
 
 
 def test_threads_change_nothing(kernels: Kernels) -> None:
@@ -222,7 +240,7 @@ def test_threads_change_nothing(kernels: Kernels) -> None:
     deep, y = pack(torch.randn(300, 1100)), torch.randn(33, 1100)
     q, layer, tables, lens = scene(torch.float32, 64, 4, 2, (5, 70, 33))
     prompt = torch.randn(60, 8, 64)
-    angles = Rope(RopeConfig(theta=1e4), 64, 2100, CPU).angles(torch.arange(2100), torch.float32)
+    angles = Rope(RopeConfig(theta=1e4), 64, 2100, CPU).table(torch.float32), torch.arange(2100)
     results = []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
@@ -537,10 +555,11 @@ def test_adding_and_normalising(kernels: Kernels, size: int) -> None:
 def test_rotation(kernels: Kernels, head_dim: int, normalised: bool) -> None:
     qkv = torch.randn(4, 7 * head_dim)
     norms = (torch.randn(head_dim), torch.randn(head_dim)) if normalised else None
-    angles = Rope(RopeConfig(theta=1e4), head_dim, 70001, CPU).angles(torch.tensor([0, 3, 900, 70000]), torch.float64)
+    rope, positions = Rope(RopeConfig(theta=1e4), head_dim, 70001, CPU), torch.tensor([0, 3, 900, 70000])
+    angles = rope.angles(positions, torch.float64)
     double = None if norms is None else (norms[0].double(), norms[1].double())
     expected = DoubleBackend().rotate(qkv.double(), 3, 2, double, 1e-5, angles)
-    kernels.rotate(qkv, 3, 2, norms, 1e-5, (angles[0].float(), angles[1].float()))
+    kernels.rotate(qkv, 3, 2, norms, 1e-5, (rope.table(torch.float32), positions))
     ours = torch.split(qkv.view(4, 7, head_dim), [3, 2, 2], dim=1)
     for out, ref in zip(ours, expected, strict=True):
         assert out.shape == ref.shape

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.engine.host_memory import zeros_in_large_pages
-from common.engine.native import pack, pack_pairs
+from common.engine.native.packing import pack, pack_pairs
 
 
 def flags_at(address: int) -> set[str]:

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import math
 import os
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from common.engine.host_memory import zeros_in_large_pages
+from common.engine.native.packing import BLOCK, PANEL, blocks_of
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +40,10 @@ _FLAGS = (
 """Every multiplication and addition is fused. Tuned for some CPUs, GCC would leave it out in some loops, and a number
 would depend on the loop that computed it."""
 _COMPILE_TIMEOUT_S = 120.0
-PANEL = 16
-"""Outputs per panel of packed weights."""
-BLOCK = 32
-"""Input features of packed pairs are a multiple of this."""
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Types of numbers, as C names them."""
+PAIRS = 3
+"""Pairs of bfloat16 numbers."""
 
 
 def serves(head_dim: int) -> bool:
@@ -86,6 +85,8 @@ class Kernels:
         if instructions:
             log.info("bfloat16 is multiplied with %s", "AMX" if instructions == 2 else "AVX-512")
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
+        self._norm_some = _function(library, "baton_norm_some", [p, p, p, p, f, n, n, p, i], None)
+        self._unpack = _function(library, "baton_unpack", [p, n, p, n, n, n, p, i], i)
         self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
         self._best = _function(library, "baton_best", [p, n, n, p, p, i], None)
         self._draw = _function(library, "baton_draw", [p, n, n, p, p, p, p, p, p, p, i], i)
@@ -103,8 +104,8 @@ class Kernels:
     def linear(
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
     ) -> torch.Tensor:
-        """`x @ weight.T + bias`: `[T, in]` to `[T, out]`. `packed` is a weight from `pack` or `pack_pairs`, and the
-        bias is float32. With pairs, x is rounded to bfloat16, or is what `gated` returned.
+        """`x @ weight.T + bias`: `[T, in]` to `[T, out]`. `packed` is a weight from `packing.pack` or
+        `pack_pairs`, and the bias is float32. With pairs, x is rounded to bfloat16, or is what `gated` returned.
 
         Products are exact and summed in float32, in an order that does not depend on the number of rows. Raises
         `MemoryError`.
@@ -129,7 +130,7 @@ class Kernels:
         self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
     ) -> torch.Tensor:
         """`silu(gate) * up` of the products of `linear`, `[T, in]` to `[T, out]`. The panels of `packed`, and the 16
-        numbers of the bias for each of them, are those of gates and of ups in turn; see `alternating`.
+        numbers of the bias for each of them, are those of gates and of ups in turn; see `packing.alternating`.
 
         With pairs the result is bfloat16, rounded as `linear` would round it, and `out` is padded with zeros to a
         multiple of `BLOCK`. Raises `MemoryError`.
@@ -286,6 +287,43 @@ class Kernels:
         )
         return out_TE
 
+    def norm_some(
+        self,
+        h_TE: torch.Tensor,
+        delta_TE: torch.Tensor | None,
+        rows_R: torch.Tensor,
+        weight_E: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """What `add_norm` returns for some rows, `[R, E]`; `h_TE` stays as it is."""
+        num_rows, size = len(rows_R), h_TE.shape[1]
+        out_RE = torch.empty(num_rows, size)
+        assert delta_TE is None or delta_TE.shape == h_TE.shape
+        assert weight_E.shape == (size,)
+        self._norm_some(
+            floats_at(h_TE),
+            floats_at(delta_TE),
+            integers_at(rows_R),
+            floats_at(weight_E),
+            eps,
+            num_rows,
+            size,
+            out_RE.data_ptr(),
+            _threads(),
+        )
+        return out_RE
+
+    def unpack(self, packed: torch.Tensor, rows_R: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """Rows of a packed weight of this shape, `[R, in]` float32. Raises `IndexError`."""
+        out_features, in_features = shape
+        assert packed.is_contiguous()
+        assert len(packed) == -(-out_features // PANEL)
+        out = torch.empty(len(rows_R), in_features)
+        sizes = (len(rows_R), out_features, in_features)
+        if self._unpack(packed.data_ptr(), type_of(packed), integers_at(rows_R), *sizes, floats_at(out), _threads()):
+            raise IndexError(f"there is no such row among {out_features}")
+        return out
+
     def rotate(
         self,
         qkv_TF: torch.Tensor,
@@ -295,12 +333,13 @@ class Kernels:
         eps: float,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Rotate queries and keys in place by `Rope.angles`. They are the first `H + K` heads of each row. With `norms`
-        of queries and of keys, `[D]` each, they are normalised first."""
-        cos_T1D, sin_T1D = angles
+        """Rotate queries and keys in place. They are the first `H + K` heads of each row. The angles are a table from
+        `Rope.table` and the positions `[T]`, int64, which it must have. With `norms` of queries and of keys, `[D]`
+        each, they are normalised first."""
+        table, positions_T = angles
         num_rows, row_size = qkv_TF.shape
-        head_dim = cos_T1D.shape[-1]
-        assert cos_T1D.shape == sin_T1D.shape == (num_rows, 1, head_dim)
+        head_dim = table.shape[1]
+        assert positions_T.shape == (num_rows,)
         assert row_size >= (num_heads + num_kv_heads) * head_dim
         q_norm, k_norm = norms if norms is not None else (None, None)
         self._rotate(
@@ -312,8 +351,8 @@ class Kernels:
             floats_at(q_norm),
             floats_at(k_norm),
             eps,
-            floats_at(cos_T1D),
-            floats_at(sin_T1D),
+            floats_at(table),
+            integers_at(positions_T),
             num_rows,
             _threads(),
         )
@@ -384,6 +423,18 @@ def floats_at(x: torch.Tensor | None) -> int | None:
     return x.data_ptr()
 
 
+def integers_at(x: torch.Tensor) -> int:
+    """The address of contiguous int64 numbers."""
+    assert x.dtype == torch.int64, x.dtype
+    assert x.is_contiguous(), x.stride()
+    return x.data_ptr()
+
+
+def type_of(packed: torch.Tensor) -> int:
+    """The type of a packed weight, as C names it."""
+    return PAIRS if packed.dim() == 4 else TYPES[packed.dtype]
+
+
 def _queries(q_NHD: torch.Tensor) -> tuple[int, int]:
     """The address of queries, and the distance between their rows, in numbers."""
     assert q_NHD.dtype == torch.float32, q_NHD.dtype
@@ -410,57 +461,6 @@ def _heads(q_NHD: torch.Tensor, kv_layer: torch.Tensor) -> tuple[int, int, int, 
 
 def _threads() -> int:
     return torch.get_num_threads()
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Pack a weight `[out, in]` for the kernels: `[panels, in, 16]`, in its own type, padded with zeros.
-
-    The 16 outputs of a bfloat16 panel are in the order 0, 8, 1, 9, and so on.
-    """
-    out_features, in_features = weight.shape
-    full, rest = divmod(out_features, PANEL)
-    shape = (full + bool(rest), in_features, PANEL)
-    packed = zeros_in_large_pages(math.prod(shape) * weight.itemsize).view(weight.dtype).view(shape)
-    last = torch.zeros(PANEL if rest else 0, in_features, dtype=weight.dtype)
-    last[:rest] = weight[out_features - rest :]
-    for panels, rows in ((packed[:full], weight[: out_features - rest]), (packed[full:], last)):
-        if weight.dtype == torch.bfloat16:
-            pairs = rows.view(-1, 2, PANEL // 2, in_features).permute(0, 3, 2, 1)
-            panels.view(-1, in_features, PANEL // 2, 2).copy_(pairs)
-        else:
-            panels.copy_(rows.view(-1, PANEL, in_features).transpose(1, 2))
-    return packed
-
-
-def alternating(gate_up: torch.Tensor) -> torch.Tensor:
-    """Weights or biases of gates, then as many of ups, padded with zeros to whole panels: panels in turn."""
-    gates_and_ups = gate_up.view(2, -1, *gate_up.shape[1:])
-    rest = -gates_and_ups.shape[1] % PANEL
-    padded = torch.nn.functional.pad(gates_and_ups, (0, 0) * (gate_up.dim() - 1) + (0, rest))
-    return padded.view(2, -1, PANEL, *gate_up.shape[1:]).transpose(0, 1).flatten(0, 2)
-
-
-def blocks_of(in_features: int) -> int:
-    """Blocks of packed pairs."""
-    return -(-in_features // BLOCK)
-
-
-def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
-    """Pack a bfloat16 weight `[out, in]` in pairs of input features: `[panels, blocks * 16, 16, 2]`, padded with
-    zeros."""
-    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK))
-    words = pack(padded.view(torch.int32))
-    return words.view(torch.bfloat16).view(*words.shape, 2)
-
-
-def unpacked_rows(packed: torch.Tensor, rows_T: torch.Tensor) -> torch.Tensor:
-    """Rows of a packed weight: `[T, in]`, followed by the zeros with which pairs are padded."""
-    place_T = rows_T % PANEL
-    if packed.dim() == 4:
-        return packed[rows_T // PANEL, :, place_T].flatten(1)
-    if packed.dtype == torch.bfloat16:
-        place_T = place_T % (PANEL // 2) * 2 + place_T // (PANEL // 2)
-    return packed[rows_T // PANEL, :, place_T]
 
 
 @functools.cache

@@ -50,6 +50,18 @@ class NativeBackend(PlainProducts):
             return None
         return found.compute(h_TE, batch, cache, angles, group)
 
+    def project_rows(
+        self,
+        h_TE: torch.Tensor,
+        delta_TE: torch.Tensor | None,
+        rows_R: torch.Tensor,
+        norm_E: torch.Tensor,
+        eps: float,
+        linear: Linear,
+    ) -> torch.Tensor:
+        """See `Backend.project_rows`."""
+        return linear(self._kernels.norm_some(h_TE, delta_TE, rows_R, norm_E, eps))
+
     def norm_gate(
         self,
         h_TE: torch.Tensor,
@@ -65,7 +77,7 @@ class NativeBackend(PlainProducts):
 
     def angles(self, rope: Rope, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """See `Backend.angles`."""
-        return rope.angles(positions_T, dtype)
+        return rope.table(dtype), positions_T
 
     def rotate_and_write(
         self,

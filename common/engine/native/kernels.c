@@ -879,20 +879,92 @@ void baton_add_norm(float *h, const float *delta, const float *weight, float eps
     share_rows(&a.rows, T, E, threads, add_norm_rows);
 }
 
+struct norm_some {
+    struct rows rows;
+    const float *h, *delta;
+    const int64_t *chosen;
+    const float *weight;
+    float eps;
+    long E;
+    float *out;
+};
+
+static int norm_some_rows(void *job, long unit) {
+    const struct norm_some *a = job;
+    const long E = a->E;
+    EACH_ROW(r, a, unit) {
+        const float *x = a->h + a->chosen[r] * E, *more = a->delta ? a->delta + a->chosen[r] * E : NULL;
+        float *out = a->out + r * E;
+        for (long i = 0; i < E; i++) out[i] = more ? x[i] + more[i] : x[i];
+        scale_by(out, norm_factor(out, E, a->eps), a->weight, E, out);
+    }
+    return 0;
+}
+
+/* out `[R, E]`: what `baton_add_norm` gives for some rows of h, without changing h. */
+void baton_norm_some(const float *h, const float *delta, const int64_t *chosen, const float *weight, float eps, long R,
+                     long E, float *out, int threads) {
+    struct norm_some a = {{0}, h, delta, chosen, weight, eps, E, out};
+    share_rows(&a.rows, R, E, threads, norm_some_rows);
+}
+
+struct unpack {
+    struct rows rows;
+    const char *w;
+    const int64_t *chosen;
+    long type, K, panel_bytes;
+    float *out;
+};
+
+static int unpack_rows(void *job, long unit) {
+    const struct unpack *a = job;
+    EACH_ROW(r, a, unit) {
+        const long place = a->chosen[r] % PANEL, half = place % (PANEL / 2) * 2 + place / (PANEL / 2);
+        const char *panel = a->w + a->chosen[r] / PANEL * a->panel_bytes;
+        float *out = a->out + r * a->K;
+        for (long k = 0; k < a->K; k++) {
+            uint16_t bits;
+            _Float16 number;
+            if (a->type == F32) {
+                memcpy(out + k, panel + (k * PANEL + place) * 4, 4);
+            } else if (a->type == F16) {
+                memcpy(&number, panel + (k * PANEL + place) * 2, 2);
+                out[k] = number;
+            } else {
+                const long at = a->type == BF16 ? k * PANEL + half : (k / 2 * PANEL + place) * 2 + k % 2;
+                memcpy(&bits, panel + at * 2, 2);
+                const uint32_t wide = (uint32_t)bits << 16;
+                memcpy(out + k, &wide, 4);
+            }
+        }
+    }
+    return 0;
+}
+
+/* out `[R, K]`: rows of a packed weight that has N of them. Returns 0, or 1 if there is no such row. */
+int baton_unpack(const char *w, long type, const int64_t *chosen, long R, long N, long K, float *out, int threads) {
+    const long panel_bytes = type == PAIRS ? blocks_of(K) * BLOCK * PANEL * 2 : K * PANEL * size_of(type);
+    for (long r = 0; r < R; r++)
+        if (chosen[r] < 0 || chosen[r] >= N) return 1;
+    struct unpack a = {{0}, w, chosen, type, K, panel_bytes, out};
+    return share_rows(&a.rows, R, K, threads, unpack_rows);
+}
+
 struct rotate {
     struct rows rows;
     float *x;
     long row_size, heads, q_heads, D;
     const float *q_norm, *k_norm;
     float eps;
-    const float *cosines, *sines;
+    const float *table;
+    const int64_t *positions;
 };
 
 static int rotate_rows(void *job, long unit) {
     const struct rotate *a = job;
     const long D = a->D, half = D / 2;
     EACH_ROW(t, a, unit) {
-        const float *cosine = a->cosines + t * D, *sine = a->sines + t * D;
+        const float *cosine = a->table + a->positions[t] * D, *sine = cosine + half;
         for (long head = 0; head < a->heads; head++) {
             float *x = a->x + t * a->row_size + head * D, *y = x + half;
             const float *norm = head < a->q_heads ? a->q_norm : a->k_norm;
@@ -900,13 +972,13 @@ static int rotate_rows(void *job, long unit) {
             long i = 0;
             for (; i + 8 <= half; i += 8) {
                 const v8 left = floats(x + i), right = floats(y + i);
-                store((char *)(x + i), left * floats(cosine + i) + right * floats(sine + i), F32);
-                store((char *)(y + i), right * floats(cosine + half + i) + left * floats(sine + half + i), F32);
+                store((char *)(x + i), left * floats(cosine + i) - right * floats(sine + i), F32);
+                store((char *)(y + i), right * floats(cosine + i) + left * floats(sine + i), F32);
             }
             for (; i < half; i++) {
                 const float left = x[i], right = y[i];
-                x[i] = left * cosine[i] + right * sine[i];
-                y[i] = right * cosine[half + i] + left * sine[half + i];
+                x[i] = left * cosine[i] - right * sine[i];
+                y[i] = right * cosine[i] + left * sine[i];
             }
         }
     }
@@ -914,11 +986,11 @@ static int rotate_rows(void *job, long unit) {
 }
 
 /* Rotate the first `heads` heads of `D` numbers of each row of x, in place: every pair (i, i + D / 2) by its token's
-   angle. Cosines and signed sines are `[T, D]`. With `q_norm` and `k_norm`, `[D]` each, heads are normalised first: the
-   first `q_heads` by `q_norm`, the others by `k_norm`. */
+   angle. The table has D / 2 cosines, then as many sines, for each position. With `q_norm` and `k_norm`, `[D]` each,
+   heads are normalised first: the first `q_heads` by `q_norm`, the others by `k_norm`. */
 void baton_rotate(float *x, long row_size, long heads, long q_heads, long D, const float *q_norm, const float *k_norm,
-                  float eps, const float *cosines, const float *sines, long T, int threads) {
-    struct rotate a = {{0}, x, row_size, heads, q_heads, D, q_norm, k_norm, eps, cosines, sines};
+                  float eps, const float *table, const int64_t *positions, long T, int threads) {
+    struct rotate a = {{0}, x, row_size, heads, q_heads, D, q_norm, k_norm, eps, table, positions};
     share_rows(&a.rows, T, row_size, threads, rotate_rows);
 }
 

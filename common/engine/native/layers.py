@@ -11,14 +11,12 @@ import torch
 from common.engine.kv_cache import KVCache
 from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
-from common.engine.native import Kernels, floats_at, serves
+from common.engine.native import PAIRS, TYPES, Kernels, floats_at, integers_at, serves, type_of
 from common.engine.native.group import GroupEndedError, SharedGroup
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles
 from common.engine.weights import LayerWeights
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_PAIRS = 3
 _GROUP_ENDED = 2
 
 _pointer, _long, _float, _int = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -48,7 +46,8 @@ class _Forward(ctypes.Structure):
         ("num_layers", _long),
         *((name, _pointer) for name in ("h", "delta")),
         *((name, _long) for name in ("T", "E", "heads", "kv_heads", "head_dim")),
-        *((name, _pointer) for name in ("cosines", "sines", "slot_blocks", "slot_offsets", "starts", "lens", "tables")),
+        *((name, _pointer) for name in ("angles", "positions", "slot_blocks", "slot_offsets")),
+        *((name, _pointer) for name in ("starts", "lens", "tables")),
         *((name, _long) for name in ("slices", "width")),
         ("cache", _pointer),
         *((name, _long) for name in ("layer_bytes", "block_bytes", "head_bytes", "block_size", "kv_type")),
@@ -104,9 +103,11 @@ class NativeLayers:
         tokens, slices = (batch.slot_blocks_T, batch.slot_offsets_T), (batch.query_start_B1, batch.seq_lens_B)
         assert [len(each) for each in (*tokens, *slices)] == [step.T, step.T, num_slices + 1, num_slices]
         assert (len(tables_BM), tables_BM.dtype, tables_BM.stride(1)) == (num_slices, torch.int64, 1)
-        assert all(each.shape == (step.T, 1, step.head_dim) for each in angles)
-        step.cosines, step.sines = map(floats_at, angles)
-        step.slot_blocks, step.slot_offsets, step.starts, step.lens = map(_integers_at, (*tokens, *slices))
+        table, positions_T = angles
+        assert (table.shape[1], len(positions_T)) == (step.head_dim, step.T)
+        assert max(batch.seq_lens) <= len(table), "beyond the model's context"
+        step.angles, step.positions = floats_at(table), integers_at(positions_T)
+        step.slot_blocks, step.slot_offsets, step.starts, step.lens = map(integers_at, (*tokens, *slices))
         step.tables, step.width, step.slices = tables_BM.data_ptr(), tables_BM.stride(0), num_slices
 
     def _describe_cache(self, blocks: torch.Tensor) -> None:
@@ -119,7 +120,7 @@ class NativeLayers:
         step.cache, step.block_size = blocks.data_ptr(), block_size
         step.block_bytes, step.head_bytes, step.layer_bytes = (itemsize * each for each in blocks.stride()[:3])
         pairs = blocks.dtype == torch.bfloat16 and self._kernels.multiplies_pairs
-        step.kv_type = _PAIRS if pairs else _TYPES[blocks.dtype]
+        step.kv_type = PAIRS if pairs else TYPES[blocks.dtype]
 
 
 def computes(layers: Sequence[LayerWeights]) -> bool:
@@ -151,14 +152,4 @@ def _layer(config: ModelConfig, layer: LayerWeights, window: int | None) -> _Lay
 def _product(linear: Linear, inputs: int, outputs: int) -> _Product:
     assert (linear.in_features, linear.out_features) == (inputs, outputs)
     assert linear.panels is not None
-    pairs = linear.panels.dim() == 4
-    return _Product(
-        linear.panels.data_ptr(), floats_at(linear.bias), outputs, _PAIRS if pairs else _TYPES[linear.panels.dtype]
-    )
-
-
-def _integers_at(x: torch.Tensor) -> int:
-    """The address of contiguous int64 numbers."""
-    assert x.dtype == torch.int64, x.dtype
-    assert x.is_contiguous(), x.stride()
-    return x.data_ptr()
+    return _Product(linear.panels.data_ptr(), floats_at(linear.bias), outputs, type_of(linear.panels))
