@@ -63,8 +63,8 @@ MEASUREMENTS = (
     Measurement("benchmarks.floors --model 0.5b --dtype float32 --rounds 5", 10),
     Measurement("benchmarks.floors --model 0.5b --dtype bfloat16 --rounds 5", 10),
     Measurement("benchmarks.vllm_settings --model 15m --dtype float32 --runs 2", 18),
-    Measurement("benchmarks.versus --model 15m --dtype float32 --rounds 3 --requests 2 --minutes 10", 12),
-    Measurement("benchmarks.versus --model 15m --dtype bfloat16 --rounds 3 --requests 2 --minutes 13", 15),
+    Measurement("benchmarks.versus --model 15m --dtype float32 --rounds 3 --requests 6 --minutes 10", 12),
+    Measurement("benchmarks.versus --model 15m --dtype bfloat16 --rounds 3 --requests 6 --minutes 10", 12),
     Measurement(
         "benchmarks.versus --model 15m --dtype bfloat16 --workload sharegpt --concurrency 8 32 --rounds 2 --requests 2 "
         "--minutes 8",

@@ -153,6 +153,9 @@ class DraftModel:
         num_rows = num_read = 0
         for choice in wanted:
             table, end = self.table(choice), choice.sequence.num_tokens - 1
+            if not self._has_context(choice):  # it has grown since it was judged
+                table.wanted = False
+                continue
             start = table.num_computed
             num = end - start
             while num > _LEAST_CHUNK and self.times.step_s((num_rows + num, num_read + num * end)) > room_s:

@@ -11,7 +11,7 @@
 
 Several parts are one run. Each measurement has a process and a time limit of its own. Its rows are appended one by one
 to `gpu.jsonl` in the folder `--out`, and its output goes to `gpu.log`. A table at the end names the measurements that
-failed. docs/gpu.md says how to use a machine that is there for half an hour.
+failed. docs/gpu.md says how to use a machine that is there for a quarter of an hour.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Executor:
     def capture_graphs(self, max_num_seqs: int, progress: Progress | None = None) -> None:
         """Capture CUDA graphs for steps of decode tokens alone, of up to `max_num_seqs` sequences. Needs a GPU."""
         layout = self.cache.layout
-        longest = min(self.decoder.config.max_sequence_tokens, self.cache.num_blocks * layout.block_size)
+        longest = min(self.decoder.config.max_sequence_tokens, self.cache.num_slots)
         graphs = DecodeGraphs(
             self.decoder,
             self.cache,

@@ -45,6 +45,11 @@ class KVCache:
         self._layers = self._own.blocks.unbind(2)
 
     @property
+    def num_slots(self) -> int:
+        """Tokens that all blocks hold."""
+        return self.num_blocks * self.layout.block_size
+
+    @property
     def blocks(self) -> torch.Tensor:
         """This rank's part, in the shape that the class states; `blocks[i]` is contiguous."""
         return self._own.blocks

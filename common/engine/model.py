@@ -24,8 +24,11 @@ Hidden = tuple[torch.Tensor, torch.Tensor | None]
 class Decoder:
     """A model, ready to compute. Holds no state of any sequence."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, group: Group | None = None) -> None:
-        """With a `group`, `weights` are this rank's part of them, and `config` is still that of the whole model."""
+    def __init__(
+        self, config: ModelConfig, weights: Weights, group: Group | None = None, num_positions: int | None = None
+    ) -> None:
+        """With a `group`, `weights` are this rank's part of them, and `config` is still that of the whole model. There
+        are `num_positions` at most, if the model's context is longer."""
         self.config = config
         self.own_config = config if group is None else group.shard.config(config)
         """The model as this rank computes it; see `Shard.config`."""
@@ -33,7 +36,8 @@ class Decoder:
         """Whether this rank gets the logits."""
         self._group = group
         self._weights = weights
-        self._rope = Rope(config.rope, config.head_dim, config.max_sequence_tokens, weights.final_norm.device)
+        num_positions = min(config.max_sequence_tokens, num_positions or config.max_sequence_tokens)
+        self._rope = Rope(config.rope, config.head_dim, num_positions, weights.final_norm.device)
 
     def forward(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> torch.Tensor:
         """Compute the batch's tokens, store their KV, and return `logits` of `batch.logit_rows_R`."""

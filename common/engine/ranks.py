@@ -352,7 +352,8 @@ def _run(arguments: _RankArguments) -> None:
     num_blocks, num_host_blocks, *handles = orders.hear().tolist()
     cache = KVCache(layout, num_blocks, device, shard, [_cache_memory(arguments, handles)])
     swap = HostSwap(shard.layout(layout), num_host_blocks, device)
-    follow(Executor(Decoder(config, weights, group), cache, swap, backend_on(device, own), group), orders)
+    decoder = Decoder(config, weights, group, cache.num_slots)
+    follow(Executor(decoder, cache, swap, backend_on(device, own), group), orders)
 
 
 def _cache_memory(arguments: _RankArguments, handles: Sequence[int]) -> torch.Tensor:

@@ -323,7 +323,7 @@ def load_runner(
                 f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
             ) from error
         grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids) if structured_output else None
-        decoder, backend = Decoder(config, weights, together), backend_on(on, kernels)
+        decoder, backend = Decoder(config, weights, together, cache.num_slots), backend_on(on, kernels)
         if ranks is None or together is None:
             executor = Executor(decoder, cache, swap, backend)
         else:
@@ -355,7 +355,7 @@ def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], flo
     tokens within one second.
     """
     cache, layout = runner.cache, runner.layout
-    most_tokens = min(most_tokens, runner.config.max_sequence_tokens, cache.num_blocks * layout.block_size)
+    most_tokens = min(most_tokens, runner.config.max_sequence_tokens, cache.num_slots)
     num_swapped = min(max(_MEASURED_BLOCKS), cache.num_blocks, runner.num_host_blocks)
     table = list(range(max(layout.blocks_for(most_tokens), num_swapped)))
 

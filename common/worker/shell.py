@@ -285,9 +285,7 @@ class WorkerShell:
         return Welcome(
             role=self.core.role,
             fingerprint=self._engine.fingerprint,
-            max_sequence_tokens=min(
-                runner.config.max_sequence_tokens, runner.cache.num_blocks * runner.layout.block_size
-            ),
+            max_sequence_tokens=min(runner.config.max_sequence_tokens, runner.cache.num_slots),
             transport=self._settings.transport,
             transport_metadata=self._transfers.metadata,
             open_requests=(),

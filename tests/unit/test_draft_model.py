@@ -135,6 +135,16 @@ def test_a_context_of_its_own_ends_its_drafts() -> None:
     assert not any(lengths[-20:])
 
 
+def test_a_sequence_that_outgrows_the_context_is_not_computed_further() -> None:
+    bench = DraftBench(context=64)
+    choice = running(bench, "a", 70)
+    table = bench.model.table(choice)
+    table.wanted = True  # as it was judged when the sequence was shorter
+    assert bench.model.chunks([choice], {}, 0.0) == {}
+    assert not table.wanted
+    assert not table_of(choice)
+
+
 def test_who_loses_its_blocks_loses_those_of_the_draft_model() -> None:
     bench = DraftBench(16, num_draft_blocks=1000, max_sequence_tokens=60)
     choices = [running(bench, f"{index}", 13, 40) for index in range(2)]

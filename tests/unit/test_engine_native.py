@@ -21,7 +21,7 @@ from needs import require
 
 from common.contract.sampling import SamplingParams
 from common.engine import native
-from common.engine.backend import TorchBackend
+from common.engine.backend import PlainProducts, TorchBackend
 from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
 from common.engine.linear import Linear
@@ -220,7 +220,7 @@ def test_rows_of_a_packed_weight_are_those_of_the_weight(
     rows = torch.arange(shape[0] - 1, -1, -1)
     assert torch.equal(kernels.unpack(packed, rows, shape), weight.float().flip(0))
     for absent in (-1, shape[0]):
-        with pytest.raises(IndexError, match=f"among {shape[0]}"):
+        with pytest.raises(IndexError, match=f"not one of {shape[0]}$"):
             kernels.unpack(packed, torch.tensor([0, absent]), shape)
 
 
@@ -233,6 +233,21 @@ def test_some_rows_are_normalised_as_all_are_and_stay_as_they_are(kernels: Kerne
             expected = kernels.add_norm(added, more, weight, 1e-5)
             assert torch.equal(kernels.norm_some(h, more, rows, weight, 1e-5), expected[rows])
             assert torch.equal(h, before)
+        for absent in (-1, 70):
+            with pytest.raises(IndexError, match=r"not one of 70$"):
+                kernels.norm_some(h, None, torch.tensor([0, absent]), weight, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_some_rows_are_projected_as_plain_products_do_it(kernels: Kernels, dtype: torch.dtype) -> None:
+    linear = Linear(50, 64, bias=False, dtype=dtype, device=CPU, kernels=kernels, row_invariant=True)
+    linear.weight.copy_(torch.randn(50, 64))
+    linear.pack()
+    h, delta, weight, rows = torch.randn(9, 64), torch.randn(9, 64), torch.randn(64), torch.tensor([8, 0, 3])
+    backend = NativeBackend(kernels)
+    for more in (None, delta):
+        plain = PlainProducts.project_rows(backend, h, more, rows, weight, 1e-5, linear)
+        assert torch.equal(backend.project_rows(h, more, rows, weight, 1e-5, linear), plain)
 
 
 def test_threads_change_nothing(kernels: Kernels) -> None:
@@ -250,6 +265,8 @@ def test_threads_change_nothing(kernels: Kernels) -> None:
             (
                 kernels.linear(x[:40], packed, None, 300),
                 kernels.linear(y, deep, None, 300),
+                kernels.unpack(packed, torch.arange(2100) % 300, (300, 64)),
+                kernels.norm_some(x, x, torch.arange(2100).flip(0), x[0], 1e-6),
                 decode(kernels, q, layer, tables, lens, None, 0.1),
                 prefill(kernels, prompt, layer, tables[1], 10, None, 0.1),
                 kernels.add_norm(h, x, torch.ones(64), 1e-6),
@@ -559,7 +576,11 @@ def test_rotation(kernels: Kernels, head_dim: int, normalised: bool) -> None:
     angles = rope.angles(positions, torch.float64)
     double = None if norms is None else (norms[0].double(), norms[1].double())
     expected = DoubleBackend().rotate(qkv.double(), 3, 2, double, 1e-5, angles)
-    kernels.rotate(qkv, 3, 2, norms, 1e-5, (rope.table(torch.float32), positions))
+    table = rope.table(torch.float32)
+    for absent in (-1, 70001):
+        with pytest.raises(IndexError, match=r"not one of 70001$"):
+            kernels.rotate(qkv, 3, 2, norms, 1e-5, (table, torch.tensor([0, 3, absent, 9])))
+    kernels.rotate(qkv, 3, 2, norms, 1e-5, (table, positions))
     ours = torch.split(qkv.view(4, 7, head_dim), [3, 2, 2], dim=1)
     for out, ref in zip(ours, expected, strict=True):
         assert out.shape == ref.shape

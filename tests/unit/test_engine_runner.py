@@ -165,6 +165,8 @@ def test_knows_its_model_and_its_cache(folder: Path) -> None:
     assert runner.config.architecture == "LlamaForCausalLM"
     assert runner.layout == runner.config.layout(16, "bfloat16")
     assert runner.cache.num_blocks == 10_000 // runner.layout.block_bytes == 2
+    assert runner.cache.num_slots == 32
+    assert len(runner.executor.decoder._rope.table(torch.float32)) == 32, "no sequence has more positions"
     assert seen[-1] == (21, 21)
 
 

@@ -89,12 +89,18 @@ class Rank:
     """One rank of a worker: its part of a model, and a cache."""
 
     def __init__(
-        self, folder: Path, dtype: str, backend: NativeBackend, kernels: Kernels, group: SharedGroup | None
+        self,
+        folder: Path,
+        dtype: str,
+        backend: NativeBackend,
+        kernels: Kernels,
+        group: SharedGroup | None,
+        num_positions: int | None = None,
     ) -> None:
         self.config = ModelConfig.from_folder(folder)
         shard = Shard() if group is None else group.shard
         weights = load_weights(self.config, folder, dtype, CPU, None, kernels, row_invariant=True, shard=shard)
-        self.decoder = Decoder(self.config, weights, group)
+        self.decoder = Decoder(self.config, weights, group, num_positions)
         self.cache = KVCache(shard.config(self.config).layout(BLOCK_SIZE, dtype), 144, CPU)
         self._backend = backend
 
@@ -124,6 +130,14 @@ def test_one_call_gives_the_same_bits_as_one_by_one(
         made.append((rank.compute(0), rank.compute(1), rank.cache.blocks))
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
     assert made[0][1].isfinite().all()
+
+
+def test_a_position_beyond_the_table_of_angles_is_an_error(checkpoint: Callable[[str], Path], own: Kernels) -> None:
+    for kind in (NativeBackend, OneByOne):
+        rank = Rank(checkpoint("windows"), "float32", kind(own), own, None, num_positions=300)
+        rank.compute(0)
+        with pytest.raises(IndexError, match="position"):
+            rank.compute(1)  # up to position 300
 
 
 def group_of(kernels: Kernels, width: int) -> list[SharedGroup]:

@@ -41,7 +41,7 @@ _FLAGS = (
 would depend on the loop that computed it."""
 _COMPILE_TIMEOUT_S = 120.0
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Types of numbers, as C names them."""
+"""Types of numbers, as `kernels.c` numbers them."""
 PAIRS = 3
 """Pairs of bfloat16 numbers."""
 
@@ -85,9 +85,9 @@ class Kernels:
         if instructions:
             log.info("bfloat16 is multiplied with %s", "AMX" if instructions == 2 else "AVX-512")
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
-        self._norm_some = _function(library, "baton_norm_some", [p, p, p, p, f, n, n, p, i], None)
+        self._norm_some = _function(library, "baton_norm_some", [p, p, p, p, f, n, n, n, p, i], i)
         self._unpack = _function(library, "baton_unpack", [p, n, p, n, n, n, p, i], i)
-        self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, p, n, i], None)
+        self._rotate = _function(library, "baton_rotate", [p, n, n, n, n, p, p, f, p, n, p, n, i], i)
         self._best = _function(library, "baton_best", [p, n, n, p, p, i], None)
         self._draw = _function(library, "baton_draw", [p, n, n, p, p, p, p, p, p, p, i], i)
         self._silu_mul = _function(library, "baton_silu_mul", [p, n, n, p, i], None)
@@ -111,7 +111,7 @@ class Kernels:
         `MemoryError`.
         """
         rows, in_features = x.shape
-        self._check(x, packed, -(-out_features // PANEL))
+        self._check(in_features, packed, -(-out_features // PANEL))
         assert bias is None or bias.shape == (out_features,)
         out = torch.empty(rows, out_features)
         arguments = (rows, in_features, packed.data_ptr(), floats_at(bias), out.data_ptr(), out_features, _threads())
@@ -137,7 +137,7 @@ class Kernels:
         """
         rows, in_features = x.shape
         panels = -(-out_features // PANEL) * 2
-        self._check(x, packed, panels)
+        self._check(in_features, packed, panels)
         assert bias is None or bias.shape == (panels * PANEL,)
         if packed.dim() == 4:
             out = torch.empty(rows, blocks_of(out_features) * BLOCK, dtype=torch.bfloat16)
@@ -157,11 +157,13 @@ class Kernels:
             raise MemoryError("no memory for a product's inputs")
         return out
 
-    def _check(self, x: torch.Tensor, packed: torch.Tensor, panels: int) -> None:
-        """Whether a packed weight has so many panels, and as many inputs as x."""
-        in_features = x.shape[1]
+    def _check(self, in_features: int, packed: torch.Tensor, panels: int) -> None:
+        """Whether a packed weight has so many panels and inputs."""
         pairs = (panels, blocks_of(in_features) * BLOCK // 2, PANEL, 2)
-        assert packed.shape == (pairs if packed.dim() == 4 else (panels, in_features, PANEL)), (packed.shape, x.shape)
+        assert packed.shape == (pairs if packed.dim() == 4 else (panels, in_features, PANEL)), (
+            packed.shape,
+            in_features,
+        )
         assert packed.is_contiguous()
 
     def _product(self, name: str, packed: torch.Tensor) -> Any:
@@ -295,33 +297,35 @@ class Kernels:
         weight_E: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        """What `add_norm` returns for some rows, `[R, E]`; `h_TE` stays as it is."""
+        """What `add_norm` returns for some rows, `[R, E]`; `h_TE` stays as it is. Raises `IndexError`."""
         num_rows, size = len(rows_R), h_TE.shape[1]
         out_RE = torch.empty(num_rows, size)
         assert delta_TE is None or delta_TE.shape == h_TE.shape
         assert weight_E.shape == (size,)
-        self._norm_some(
+        failed = self._norm_some(
             floats_at(h_TE),
             floats_at(delta_TE),
             integers_at(rows_R),
             floats_at(weight_E),
             eps,
+            len(h_TE),
             num_rows,
             size,
             out_RE.data_ptr(),
             _threads(),
         )
+        if failed:
+            raise IndexError(f"a row is not one of {len(h_TE)}")
         return out_RE
 
     def unpack(self, packed: torch.Tensor, rows_R: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         """Rows of a packed weight of this shape, `[R, in]` float32. Raises `IndexError`."""
         out_features, in_features = shape
-        assert packed.is_contiguous()
-        assert len(packed) == -(-out_features // PANEL)
+        self._check(in_features, packed, -(-out_features // PANEL))
         out = torch.empty(len(rows_R), in_features)
         sizes = (len(rows_R), out_features, in_features)
         if self._unpack(packed.data_ptr(), type_of(packed), integers_at(rows_R), *sizes, floats_at(out), _threads()):
-            raise IndexError(f"there is no such row among {out_features}")
+            raise IndexError(f"a row is not one of {out_features}")
         return out
 
     def rotate(
@@ -334,15 +338,15 @@ class Kernels:
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Rotate queries and keys in place. They are the first `H + K` heads of each row. The angles are a table from
-        `Rope.table` and the positions `[T]`, int64, which it must have. With `norms` of queries and of keys, `[D]`
-        each, they are normalised first."""
+        `Rope.table` and the positions `[T]`, int64. With `norms` of queries and of keys, `[D]` each, they are
+        normalised first. Raises `IndexError` for a position that is not in the table."""
         table, positions_T = angles
         num_rows, row_size = qkv_TF.shape
         head_dim = table.shape[1]
         assert positions_T.shape == (num_rows,)
         assert row_size >= (num_heads + num_kv_heads) * head_dim
         q_norm, k_norm = norms if norms is not None else (None, None)
-        self._rotate(
+        failed = self._rotate(
             floats_at(qkv_TF),
             row_size,
             num_heads + num_kv_heads,
@@ -352,10 +356,13 @@ class Kernels:
             floats_at(k_norm),
             eps,
             floats_at(table),
+            len(table),
             integers_at(positions_T),
             num_rows,
             _threads(),
         )
+        if failed:
+            raise IndexError(f"a position is not one of {len(table)}")
 
     def silu_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up`. The first half of a row holds the gates, the second half the ups."""

@@ -879,6 +879,13 @@ void baton_add_norm(float *h, const float *delta, const float *weight, float eps
     share_rows(&a.rows, T, E, threads, add_norm_rows);
 }
 
+/* Whether all `num` numbers are below `end`, and none is negative. */
+INLINE int all_within(const int64_t *numbers, long num, long end) {
+    for (long i = 0; i < num; i++)
+        if (numbers[i] < 0 || numbers[i] >= end) return 0;
+    return 1;
+}
+
 struct norm_some {
     struct rows rows;
     const float *h, *delta;
@@ -901,11 +908,13 @@ static int norm_some_rows(void *job, long unit) {
     return 0;
 }
 
-/* out `[R, E]`: what `baton_add_norm` gives for some rows of h, without changing h. */
-void baton_norm_some(const float *h, const float *delta, const int64_t *chosen, const float *weight, float eps, long R,
-                     long E, float *out, int threads) {
+/* out `[R, E]`: what `baton_add_norm` gives for some of the T rows of h, without changing h. Returns 0, or 1 if there is
+   no such row. */
+int baton_norm_some(const float *h, const float *delta, const int64_t *chosen, const float *weight, float eps, long T,
+                    long R, long E, float *out, int threads) {
+    if (!all_within(chosen, R, T)) return 1;
     struct norm_some a = {{0}, h, delta, chosen, weight, eps, E, out};
-    share_rows(&a.rows, R, E, threads, norm_some_rows);
+    return share_rows(&a.rows, R, E, threads, norm_some_rows);
 }
 
 struct unpack {
@@ -919,7 +928,7 @@ struct unpack {
 static int unpack_rows(void *job, long unit) {
     const struct unpack *a = job;
     EACH_ROW(r, a, unit) {
-        const long place = a->chosen[r] % PANEL, half = place % (PANEL / 2) * 2 + place / (PANEL / 2);
+        const long place = a->chosen[r] % PANEL, of_halves = place % (PANEL / 2) * 2 + place / (PANEL / 2);
         const char *panel = a->w + a->chosen[r] / PANEL * a->panel_bytes;
         float *out = a->out + r * a->K;
         for (long k = 0; k < a->K; k++) {
@@ -931,7 +940,8 @@ static int unpack_rows(void *job, long unit) {
                 memcpy(&number, panel + (k * PANEL + place) * 2, 2);
                 out[k] = number;
             } else {
-                const long at = a->type == BF16 ? k * PANEL + half : (k / 2 * PANEL + place) * 2 + k % 2;
+                /* as `load_pair` takes them; or two features of an output beside each other */
+                const long at = a->type == BF16 ? k * PANEL + of_halves : (k / 2 * PANEL + place) * 2 + k % 2;
                 memcpy(&bits, panel + at * 2, 2);
                 const uint32_t wide = (uint32_t)bits << 16;
                 memcpy(out + k, &wide, 4);
@@ -944,8 +954,7 @@ static int unpack_rows(void *job, long unit) {
 /* out `[R, K]`: rows of a packed weight that has N of them. Returns 0, or 1 if there is no such row. */
 int baton_unpack(const char *w, long type, const int64_t *chosen, long R, long N, long K, float *out, int threads) {
     const long panel_bytes = type == PAIRS ? blocks_of(K) * BLOCK * PANEL * 2 : K * PANEL * size_of(type);
-    for (long r = 0; r < R; r++)
-        if (chosen[r] < 0 || chosen[r] >= N) return 1;
+    if (!all_within(chosen, R, N)) return 1;
     struct unpack a = {{0}, w, chosen, type, K, panel_bytes, out};
     return share_rows(&a.rows, R, K, threads, unpack_rows);
 }
@@ -986,12 +995,14 @@ static int rotate_rows(void *job, long unit) {
 }
 
 /* Rotate the first `heads` heads of `D` numbers of each row of x, in place: every pair (i, i + D / 2) by its token's
-   angle. The table has D / 2 cosines, then as many sines, for each position. With `q_norm` and `k_norm`, `[D]` each,
-   heads are normalised first: the first `q_heads` by `q_norm`, the others by `k_norm`. */
-void baton_rotate(float *x, long row_size, long heads, long q_heads, long D, const float *q_norm, const float *k_norm,
-                  float eps, const float *table, const int64_t *positions, long T, int threads) {
+   angle. The table has D / 2 cosines, then as many sines, for each of `num` positions. With `q_norm` and `k_norm`, `[D]`
+   each, heads are normalised first: the first `q_heads` by `q_norm`, the others by `k_norm`. Returns 0, or 1 if a position
+   is not in the table. */
+int baton_rotate(float *x, long row_size, long heads, long q_heads, long D, const float *q_norm, const float *k_norm,
+                 float eps, const float *table, long num, const int64_t *positions, long T, int threads) {
+    if (!all_within(positions, T, num)) return 1;
     struct rotate a = {{0}, x, row_size, heads, q_heads, D, q_norm, k_norm, eps, table, positions};
-    share_rows(&a.rows, T, row_size, threads, rotate_rows);
+    return share_rows(&a.rows, T, row_size, threads, rotate_rows);
 }
 
 struct write {

@@ -4,7 +4,7 @@
    driven out of the caches, would take a good part of the time. What is computed is what the other functions compute,
    called one after another. */
 
-enum { NO_MEMORY = 1, GROUP_ENDED = 2 };
+enum { NO_MEMORY = 1, GROUP_ENDED = 2, NO_SUCH_POSITION = 3 };
 
 /* The packed weights of a product, and its outputs; those of a gated one are gated. */
 struct product {
@@ -24,7 +24,8 @@ struct forward {
     long num_layers;
     float *h, *delta; /* the tokens' hidden states `[T, E]`; what is to be added to them in the end */
     long T, E, heads, kv_heads, head_dim;
-    const float *angles;                      /* of all positions; see `baton_rotate` */
+    const float *angles;                      /* of `num_positions`; see `baton_rotate` */
+    long num_positions;
     const int64_t *positions;                 /* `[T]` */
     const int64_t *slot_blocks, *slot_offsets; /* `[T]` */
     const int64_t *starts, *lens;             /* of the slices: `[slices + 1]`, `[slices]` */
@@ -101,8 +102,9 @@ static int compute_layer(const struct forward *a, const struct layer *layer, cha
 
     baton_add_norm(a->h, delta, layer->input_norm, a->eps, a->T, a->E, x, a->threads);
     if (products[p->type](x, a->T, a->E, p->w, p->bias, qkv, p->outputs, a->threads)) return NO_MEMORY;
-    baton_rotate(qkv, p->outputs, a->heads + a->kv_heads, a->heads, a->head_dim, layer->q_norm, layer->k_norm, a->eps,
-                 a->angles, a->positions, a->T, a->threads);
+    if (baton_rotate(qkv, p->outputs, a->heads + a->kv_heads, a->heads, a->head_dim, layer->q_norm, layer->k_norm,
+                     a->eps, a->angles, a->num_positions, a->positions, a->T, a->threads))
+        return NO_SUCH_POSITION;
     writes[a->kv_type](qkv + width, qkv + keys_end, p->outputs, cache, a->block_bytes, a->head_bytes, a->slot_blocks,
                        a->slot_offsets, a->T, a->kv_heads, a->block_size, a->head_dim, a->threads);
     int failed = attend_slices(a, cache, layer->window, qkv, p->outputs, values);

@@ -17,7 +17,7 @@ from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles
 from common.engine.weights import LayerWeights
 
-_GROUP_ENDED = 2
+_GROUP_ENDED, _NO_SUCH_POSITION = 2, 3
 
 _pointer, _long, _float, _int = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
@@ -46,7 +46,9 @@ class _Forward(ctypes.Structure):
         ("num_layers", _long),
         *((name, _pointer) for name in ("h", "delta")),
         *((name, _long) for name in ("T", "E", "heads", "kv_heads", "head_dim")),
-        *((name, _pointer) for name in ("angles", "positions", "slot_blocks", "slot_offsets")),
+        ("angles", _pointer),
+        ("num_positions", _long),
+        *((name, _pointer) for name in ("positions", "slot_blocks", "slot_offsets")),
         *((name, _pointer) for name in ("starts", "lens", "tables")),
         *((name, _long) for name in ("slices", "width")),
         ("cache", _pointer),
@@ -82,7 +84,7 @@ class NativeLayers:
         self, h_TE: torch.Tensor, batch: RaggedBatch, cache: KVCache, angles: Angles, group: SharedGroup | None
     ) -> torch.Tensor:
         """Compute the batch's tokens, whose embeddings are `h_TE`, in place, and store their KV. Returns what is still
-        to be added. Raises `MemoryError`, and `GroupEndedError`."""
+        to be added. Raises `MemoryError`, `GroupEndedError`, and `IndexError` for a position without angles."""
         step = self._forward
         delta_TE = torch.empty(h_TE.shape)
         assert h_TE.shape[1] == step.E
@@ -94,6 +96,8 @@ class NativeLayers:
         failed = self._kernels.forward(ctypes.addressof(step))
         if failed == _GROUP_ENDED:
             raise GroupEndedError
+        if failed == _NO_SUCH_POSITION:
+            raise IndexError(f"a position is beyond the {step.num_positions} that the model can have here")
         if failed:
             raise MemoryError("no memory for a step's activations")
         return delta_TE
@@ -105,8 +109,7 @@ class NativeLayers:
         assert (len(tables_BM), tables_BM.dtype, tables_BM.stride(1)) == (num_slices, torch.int64, 1)
         table, positions_T = angles
         assert (table.shape[1], len(positions_T)) == (step.head_dim, step.T)
-        assert max(batch.seq_lens) <= len(table), "beyond the model's context"
-        step.angles, step.positions = floats_at(table), integers_at(positions_T)
+        step.angles, step.num_positions, step.positions = floats_at(table), len(table), integers_at(positions_T)
         step.slot_blocks, step.slot_offsets, step.starts, step.lens = map(integers_at, (*tokens, *slices))
         step.tables, step.width, step.slices = tables_BM.data_ptr(), tables_BM.stride(0), num_slices
 
