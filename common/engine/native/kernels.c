@@ -80,6 +80,11 @@ INLINE v8 floats(const float *p) { return load((const char *)p, F32); }
 
 INLINE v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
 
+/* to = from times the factor, n numbers, a multiple of 8. */
+INLINE void multiply_by(const float *from, float factor, long n, float *to) {
+    for (long i = 0; i < n; i += 8) store((char *)(to + i), floats(from + i) * splat(factor), F32);
+}
+
 /* Load 16 numbers. In bf16, the first 8 are the lower halves of 8 words and the others are the upper halves, so that
    widening a half takes one instruction. */
 INLINE void load_pair(const char *p, int type, v8 *first, v8 *second) {
@@ -592,7 +597,7 @@ INLINE void attend(int type, const struct cache *c, const float *q, const int64_
     float *scores = room, *queries = scores + rows * size, *sums = queries + rows * D, *scaled = sums;
     float *keys = sums + rows * dims_of(D), *packed = keys; /* first the keys of some slots, then weights */
     const long base = begin / 8 * 8; /* weights are summed in eight chains, by position, as in a chunk */
-    for (long i = 0; i < rows * D; i++) scaled[i] = q[i] * c->scale;
+    multiply_by(q, c->scale, rows * D, scaled);
     for (long h = 0; h < heads; h++)
         for (long t = 0; t < tiles_of(G); t++) pack_tile(scaled + h * G * D, G, t, D, D, queries + h * G * D);
     /* Do `DO` for the slots of each head in each block, in the keys or in the values, which are `WHERE` bytes behind
@@ -721,7 +726,7 @@ static int attend_tile(const struct prefill *a, long begin, long end, float *roo
     int failed = 0;
     for (long r = 0; r < num; r++) {
         const float *from = a->q + (begin + r) / G * a->q_stride + (a->head * G + (begin + r) % G) * D;
-        for (long d = 0; d < D; d++) queries[r * D + d] = from[d] * c->scale;
+        multiply_by(from, c->scale, D, queries + r * D);
     }
     if (a->pairs) {
         failed |= pairs_product(queries, num, D, D, a->keys, blocks_of(D) * TILE_BYTES, panels, NULL, 1, scores, row_size);
@@ -750,7 +755,7 @@ static int attend_tile(const struct prefill *a, long begin, long end, float *roo
     }
     for (long r = 0; r < num; r++) {
         float *to = a->out + ((begin + r) / G * c->kv_heads * G + a->head * G + (begin + r) % G) * D;
-        for (long d = 0; d < D; d++) to[d] = sums[r * all + d] * factors[r];
+        multiply_by(sums + r * all, factors[r], D, to);
     }
     return failed;
 }

@@ -173,7 +173,7 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
     float *scores = room, *scaled = scores + G * size, *sums = scaled + G * D, *factors = sums + G * all;
     char *packed = (char *)(factors + (G + SIDE - 1) / SIDE * SIDE);
     int failed = 0;
-    for (long i = 0; i < G * D; i++) scaled[i] = q[i] * c->scale;
+    multiply_by(q, c->scale, G * D, scaled);
     for (long s = 0, num; s < size; s += num) {
         num = size - s < AT_ONCE ? size - s : AT_ONCE;
         struct ahead next = s + num < size ? slots_ahead(c, table, head, 0, base + s + num, end)
@@ -204,8 +204,7 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
         failed |= pairs_product(scores + s, G, size, num, packed, blocks * TILE_BYTES, all / PANEL, &next, s == 0, sums,
                                 all);
     }
-    for (long r = 0; r < G; r++)
-        for (long d = 0; d < D; d++) out[r * D + d] = sums[r * all + d] * factors[r];
+    for (long r = 0; r < G; r++) multiply_by(sums + r * all, factors[r], D, out + r * D);
     return failed;
 }
 
