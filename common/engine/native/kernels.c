@@ -913,8 +913,8 @@ static int norm_some_rows(void *job, long unit) {
     return 0;
 }
 
-/* out `[R, E]`: what `baton_add_norm` gives for some of the T rows of h, without changing h. Returns 0, or 1 if there is
-   no such row. */
+/* out `[R, E]`: what `baton_add_norm` gives for some of the T rows of h, without changing h. Returns 0, or 1 if there
+   is no such row. */
 int baton_norm_some(const float *h, const float *delta, const int64_t *chosen, const float *weight, float eps, long T,
                     long R, long E, float *out, int threads) {
     if (!all_within(chosen, R, T)) return 1;
@@ -1000,9 +1000,9 @@ static int rotate_rows(void *job, long unit) {
 }
 
 /* Rotate the first `heads` heads of `D` numbers of each row of x, in place: every pair (i, i + D / 2) by its token's
-   angle. The table has D / 2 cosines, then as many sines, for each of `num` positions. With `q_norm` and `k_norm`, `[D]`
-   each, heads are normalised first: the first `q_heads` by `q_norm`, the others by `k_norm`. Returns 0, or 1 if a position
-   is not in the table. */
+   angle. The table has D / 2 cosines, then as many sines, for each of `num` positions. With `q_norm` and `k_norm`,
+   `[D]` each, heads are normalised first: the first `q_heads` by `q_norm`, the others by `k_norm`. Returns 0, or 1 if a
+   position is not in the table. */
 int baton_rotate(float *x, long row_size, long heads, long q_heads, long D, const float *q_norm, const float *k_norm,
                  float eps, const float *table, long num, const int64_t *positions, long T, int threads) {
     if (!all_within(positions, T, num)) return 1;
