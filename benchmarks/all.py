@@ -66,9 +66,14 @@ MEASUREMENTS = (
     Measurement("benchmarks.versus --model 15m --dtype float32 --rounds 3 --requests 6 --minutes 10", 12),
     Measurement("benchmarks.versus --model 15m --dtype bfloat16 --rounds 3 --requests 6 --minutes 10", 12),
     Measurement(
-        "benchmarks.versus --model 15m --dtype bfloat16 --workload sharegpt --concurrency 8 32 --rounds 2 --requests 2 "
-        "--minutes 8",
-        10,
+        "benchmarks.versus --model 15m --dtype float32 --workload sharegpt --concurrency 1 8 32 --rounds 3 "
+        "--requests 2 --minutes 5",
+        8,
+    ),
+    Measurement(
+        "benchmarks.versus --model 15m --dtype bfloat16 --workload sharegpt --concurrency 1 8 32 --rounds 3 "
+        "--requests 2 --minutes 4",
+        7,
     ),
     Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
     Measurement("benchmarks.goodput --model 15m --dtype float32 --workload sharegpt --rounds 3 --minutes 30", 35),

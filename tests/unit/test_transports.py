@@ -213,6 +213,19 @@ def test_registrations_are_bounded(pair: Callable[..., Pair]) -> None:
     sink.close()
 
 
+def test_polls_read_the_log_of_ucx_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, read_at = 5.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    sink = NixlTransport(Cache(1, 4096).region, new_incarnation())
+    monkeypatch.setattr(sink._log, "drain", lambda: read_at.append(now_s))
+    for after_s in (0.0, 0.01, 0.09, 0.1, 0.15, 60.0):
+        now_s = 5.0 + after_s
+        sink.poll()
+    assert [round(each - 5, 2) for each in read_at] == [0.0, 0.1, 60.0]
+    monkeypatch.undo()
+    sink.close()
+
+
 def test_a_read_waits_for_an_agent_while_all_are_reading(pair: Callable[..., Pair]) -> None:
     """An agent with a read under way is not taken from it, but by the fence."""
     frozen, alive, third = pair("nixl"), pair("nixl"), pair("nixl")
