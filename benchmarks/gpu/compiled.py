@@ -30,7 +30,7 @@ from common.engine.kernels.decode_attention import DecodeTiling, decode_attentio
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import query_runs, query_tiles
 from common.engine.kernels.skinny import SkinnyTiling
-from common.engine.kernels.tiles import INTERPRETED
+from common.engine.kernels.tiles import INTERPRETED, is_hopper_or_later
 from common.engine.kernels.tuning import Tuning
 from common.engine.kv_cache import KVCache
 from common.engine.linear import FEW_ROWS
@@ -171,8 +171,10 @@ def _compile_only() -> None:
 def _binaries(case: Case) -> list[Binary]:
     _compiled.clear()
     driver.set_active(_Target(case.capability))
+    is_hopper_or_later.cache_clear()
     if case.kernel in ("decode", "prefill"):
-        _attend(case, Tuning("", Multiprocessor.of(case.capability).shared_bytes))
+        shared_bytes = Multiprocessor.of(case.capability).shared_bytes
+        _attend(case, Tuning("", shared_bytes, copy_engine=case.capability >= 90))
     elif case.kernel == "layer":
         _layer(case.dtype, case.head_dim, case.block_size)
     elif case.kernel == "product":

@@ -24,6 +24,7 @@ from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
 from common.engine.executor import Executor
 from common.engine.host_swap import HostSwap
+from common.engine.kernels import tiles
 from common.engine.kernels.backend import TritonBackend
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
@@ -80,6 +81,22 @@ def profile(model: str) -> Iterator[dict[str, Any]]:
     )
 
 
+def early(model: str) -> Iterator[dict[str, Any]]:
+    """Milliseconds of decode steps whose kernels are launched early, and of the same without. Raises `AssertionError`
+    if their tokens differ."""
+    made = []
+    for tiles.LAUNCHES_EARLY in (False, True):
+        runner, _ = make_runner(SHAPES[model], graphs=True)
+        made.append({batch: decoded(runner, batch, PROFILED_CONTEXT, STEPS) for batch in PROFILED})
+        del runner
+        torch.cuda.empty_cache()
+    for batch in PROFILED:
+        (plain_s, plain), (early_s, others) = (each[batch] for each in made)
+        ms = {"plain_ms": 1e3 * plain_s / STEPS, "early_ms": 1e3 * early_s / STEPS}
+        yield {"kind": "early", "model": model, "batch": batch, "context": PROFILED_CONTEXT, **ms}
+        assert plain == others, f"other tokens, {batch} sequences"
+
+
 def make_runner(shape: PreTrainedConfig, *, graphs: bool) -> tuple[ModelRunner, int]:
     """A runner in bfloat16, and the bytes of the matrices that a step reads."""
     device = torch.device("cuda")
@@ -111,7 +128,7 @@ def decode_row(
     model: str, runner: ModelRunner, batch: int, context: int, num_weight_bytes: int, copy_rate: float
 ) -> dict[str, Any]:
     """Milliseconds of a decode step. Each step is submitted while the one before runs."""
-    step_s = decoded_s(runner, batch, context, STEPS) / STEPS
+    step_s = decoded(runner, batch, context, STEPS)[0] / STEPS
     kv_bytes = batch * context * runner.layout.block_bytes // BLOCK
     floor_s = (num_weight_bytes + kv_bytes) / copy_rate
     return {
@@ -120,12 +137,14 @@ def decode_row(
     }  # fmt: skip
 
 
-def decoded_s(runner: ModelRunner, batch: int, context: int, steps: int) -> float:
-    """Seconds of `steps` decode steps, after `WARM_UP` others, of sequences whose contexts were never computed."""
+def decoded(runner: ModelRunner, batch: int, context: int, steps: int) -> tuple[float, list[Any]]:
+    """Seconds of `steps` decode steps, after `WARM_UP` others, of sequences whose contexts were never computed; and the
+    outcomes of all but the last."""
     blocks = runner.layout.blocks_for(context + WARM_UP + steps)
     tables = [list(range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=10**6)
     before: Submitted | None = None
+    outcomes = []
     for number in range(WARM_UP + steps):
         if number == WARM_UP:
             torch.cuda.synchronize()
@@ -142,17 +161,17 @@ def decoded_s(runner: ModelRunner, batch: int, context: int, steps: int) -> floa
             ]
         )  # fmt: skip
         if before is not None:
-            before.outcomes()
+            outcomes.append(before.outcomes())
         before = submitted
     torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, outcomes
 
 
 def profile_row(model: str, runner: ModelRunner, batch: int) -> dict[str, Any]:
     """The kernels of a step, the longest first, averaged over several steps by torch's profiler."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        decoded_s(runner, batch, PROFILED_CONTEXT, PROFILED_STEPS)
+        decoded(runner, batch, PROFILED_CONTEXT, PROFILED_STEPS)
     steps = WARM_UP + PROFILED_STEPS
     kernels = [
         {"name": event.key[:120], "calls": event.count / steps, "us": event.self_device_time_total / steps}

@@ -22,6 +22,7 @@ PACKAGES = (
     *("jinja2", "tqdm", "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"),
 )
 TOOLS = ("nvidia-smi", "compute-sanitizer", "cuobjdump", "ncu", "nsys", "nvcc", "gcc")
+GPU_TESTS = ("tests/kernels/test_kernels_model.py", "tests/unit/test_ranks.py", "tests/unit/test_engine_host_swap.py")
 _SAY_S = 20.0
 _MOST_CHARS = 6000
 
@@ -85,12 +86,12 @@ def sanitizer() -> Iterator[dict[str, Any]]:
 
 
 def models() -> Iterator[dict[str, Any]]:
-    """Run the tests of whole models that need a GPU; they compare greedy tokens in float32 with those of a CPU. Raises
-    `AssertionError` if one fails or is skipped."""
+    """Run the tests that need a GPU: whole models, whose greedy tokens in float32 are compared with those of a CPU,
+    groups of ranks, and swapped blocks. Raises `AssertionError` if one fails or is skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        done = subprocess.run([*command, "tests/kernels/test_kernels_model.py"], cwd=ROOT, check=False)
+        done = subprocess.run([*command, *GPU_TESTS], cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     for case in cases:
         told = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]

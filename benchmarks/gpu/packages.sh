@@ -27,9 +27,9 @@ import re, sys, tomllib
 
 with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)["project"]
-wanted = project["dependencies"] + project["optional-dependencies"]["worker"]
+wanted = project["dependencies"] + project["optional-dependencies"]["worker"] + project["optional-dependencies"]["dev"]
 ranges = {re.match(r"[\w-]+", each)[0]: each for each in wanted}
-for name in ("pydantic", "pydantic-settings", "llguidance", "pyzmq", "msgpack", "nixl"):
+for name in ("pydantic", "pydantic-settings", "llguidance", "pyzmq", "msgpack", "nixl", "pytest-asyncio"):
     print(ranges[name])
 print(ranges["nixl"].replace("nixl", "nixl-cu13"))
 PYTHON

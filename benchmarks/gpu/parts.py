@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.gpu.runner import Measurement
 
 MODELS = ("llama-3-8b", "qwen3-0.6b")
-HEAD_DIMS = (128, 64)
 TOLD_BY_UCX = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "used"}
 
 
@@ -46,14 +45,9 @@ def kernels(out: Path, scratch: Path) -> list[Measurement]:
 
 def tune(out: Path, scratch: Path) -> list[Measurement]:
     """The tuning table of this GPU."""
-    attention = [
-        _of("tune", f"tune {kernel} {dim}", f"tune:{kernel}", timeout_s, head_dim=dim, out=str(out))
-        for dim in HEAD_DIMS
-        for kernel, timeout_s in (("decode", 120.0), ("prefill", 90.0))
-    ]
     return [
-        *attention,
-        *(_of("tune", f"tune products {model}", "tune:few_rows", 120, model=model, out=str(out)) for model in MODELS),
+        _of("tune", "tune attention", "tune:attention", 200, out=str(out)),
+        _of("tune", "tune products", "tune:few_rows", 200, out=str(out)),
     ]
 
 
@@ -64,7 +58,11 @@ def engine(out: Path, scratch: Path) -> list[Measurement]:
         for model in MODELS
         for kind in ("decode", "prefill")
     ]
-    return [*steps, _of("engine", f"profile {MODELS[0]}", "engine:profile", 100, model=MODELS[0])]
+    return [
+        *steps,
+        _of("engine", f"profile {MODELS[0]}", "engine:profile", 100, model=MODELS[0]),
+        _of("engine", f"early {MODELS[0]}", "engine:early", 100, model=MODELS[0], optional=True),
+    ]
 
 
 def transfer(out: Path, scratch: Path) -> list[Measurement]:

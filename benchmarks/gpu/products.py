@@ -1,7 +1,7 @@
 """Products of few rows by the kernel, beside torch's: those of decode steps of models of well-known shapes; bfloat16.
 
-Torch has what it does today: the norm, the product and the gates one after the other. The addition to the residual is
-the next norm's then, and the kernel's at once; it is counted as nothing for torch.
+Torch has what it does today: the product and the gates one after the other. The addition to the residual is the next
+norm's then, and the kernel's at once; it is counted as nothing for torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from common.engine.kernels.skinny import SkinnyTiling, skinny
 from common.engine.kernels.tuning import Kind
 from common.engine.linear import FEW_ROWS
 
-EPS = 1e-5
 ROWS = tuple(2**power for power in range(FEW_ROWS.bit_length()))
 TOLERANCE = 2e-2
 """Largest ‖kernel - float32‖ / ‖float32‖ that is accepted. Triton's interpreter truncates where a GPU rounds to
@@ -52,18 +51,18 @@ class Product:
 
 MODELS = {
     "llama-3-8b": (
-        Product(kind="norm", outputs=6144, inputs=4096),
+        Product(kind="plain", outputs=6144, inputs=4096),
         Product(kind="onto", outputs=4096, inputs=4096),
         Product(kind="gate", outputs=28672, inputs=4096),
         Product(kind="onto", outputs=4096, inputs=14336),
-        Product(kind="norm", outputs=128256, inputs=4096),
+        Product(kind="plain", outputs=128256, inputs=4096),
     ),
     "qwen3-0.6b": (
-        Product(kind="norm", outputs=4096, inputs=1024),
+        Product(kind="plain", outputs=4096, inputs=1024),
         Product(kind="onto", outputs=1024, inputs=2048),
         Product(kind="gate", outputs=6144, inputs=1024),
         Product(kind="onto", outputs=1024, inputs=3072),
-        Product(kind="norm", outputs=151936, inputs=1024),
+        Product(kind="plain", outputs=151936, inputs=1024),
     ),
 }
 
@@ -79,26 +78,21 @@ class Scene:
         def random(*shape: int, std: float = 1.0) -> torch.Tensor:
             return torch.empty(*shape, dtype=torch.bfloat16, device=device).normal_(std=std)
 
-        self.x, self.norm = random(rows, product.inputs), 1 + random(product.inputs, std=0.1)
+        self.x = random(rows, product.inputs)
         self.onto = random(rows, product.num_columns)
         self.weights = [random(product.outputs, product.inputs, std=product.inputs**-0.5) for _ in range(copies)]
 
     def kernel_calls(self, tiling: SkinnyTiling) -> list[Callable[[], object]]:
         """One for each copy."""
-        norm = None if self.product.kind == "onto" else (self.norm, EPS)
         onto = self.onto if self.product.kind == "onto" else None
         gated = self.product.kind == "gate"
-        return [
-            partial(skinny, self.x, weight, None, tiling, norm=norm, gated=gated, onto_MN=onto)
-            for weight in self.weights
-        ]
+        return [partial(skinny, self.x, weight, None, tiling, gated=gated, onto_MN=onto) for weight in self.weights]
 
     def torch_calls(self) -> list[Callable[[], object]]:
         """The same by torch, with the small kernels beside it."""
 
         def call(weight: torch.Tensor) -> torch.Tensor:
-            x = self.x if self.product.kind == "onto" else layer.add_norm(self.x, None, self.norm, EPS)
-            out = linear(x, weight)
+            out = linear(self.x, weight)
             return layer.silu_mul(out) if self.product.kind == "gate" else out
 
         return [partial(call, weight) for weight in self.weights]
@@ -106,8 +100,6 @@ class Scene:
     def error(self, tiling: SkinnyTiling) -> float:
         """How far from float32 the kernel is. Raises `AssertionError` if two results differ, or are far off."""
         x, before = self.x.float(), self.onto.clone()
-        if self.product.kind != "onto":
-            x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm.float()
         expected = linear(x, self.weights[0].float())
         if self.product.kind == "gate":
             gate, up = expected.chunk(2, -1)

@@ -23,12 +23,12 @@ from benchmarks.load_run import load_figures, run_load
 from benchmarks.models import give_every_token_text
 from benchmarks.peers.process import free_port, running, wait_until_it_answers
 
-REQUESTS, AT_A_TIME, ROUNDS = 96, 32, 1
+REQUESTS, AT_A_TIME, ROUNDS = 192, 64, 2
 """Requests of a run, requests at a time, and runs of each started system."""
 WARMUP = 16
 """Requests before the first run."""
 LENGTHS = ("--workload", "sharegpt", "--max-input-tokens", "1500", "--max-output-tokens", "400")
-KV_BYTES = 4 * 2**30
+KV_BYTES = 16 * 2**30
 DEVICE = "cuda"
 START_S = 100.0
 """Seconds in which a system must compile, capture its graphs and answer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -34,37 +34,49 @@ _PROGRAMS = (1.0, 4.0)
 """Programs per multiprocessor of decode attention, tried with the tilings that were best with the default."""
 _NUM_BEST = 4
 _MOST_SPLITS = 16
-_MOST_STACK_BYTES = 128
-"""Most stack bytes of a thread. A kernel that spills more is not measured."""
+MOST_STACK_BYTES = 512
+"""Most stack bytes of a thread. A kernel that spills more is not measured. Prefill attention of 128 rows by four warps
+spills 230 to 360, by Triton's version, and is the fastest: two programs share a multiprocessor, and one multiplies
+while the other computes exponents."""
 _HEADS = {heads.dim: heads for heads in (kernels.LLAMA_8B, kernels.LLAMA_1B)}
 
 _Tiling = TypeVar("_Tiling", DecodeTiling, PrefillTiling, SkinnyTiling)
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-def decode(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
-    """An entry for each shape. Each is written to the table, and to its copy in the folder `out`."""
-    heads = _HEADS[head_dim]
-    tilings = fitting("decode", heads, decode_candidates())
-    for batch, length in _SHAPES:
-        entry, text = best_decode(batch, length, heads, tilings)
-        write(entry, torch.cuda.get_device_name(), TABLE, Path(out))
-        yield {"kind": "entry", "entry": entry, "text": text}
+def attention(out: str) -> Iterator[dict[str, Any]]:
+    """For each head dimension, an entry for a chunk at the end of a context, and one for each shape of decode
+    attention. Each is written to the table, and to its copy in the folder `out`."""
+    candidates: dict[str, list[DecodeTiling] | list[PrefillTiling]] = {
+        "prefill": prefill_candidates(), "decode": decode_candidates()
+    }  # fmt: skip
+    cases = {
+        (kernel, dim): _cases(tilings, kernel=kernel, head_dim=dim, block_size=_BLOCK_SIZE, group=heads.group)
+        for dim, heads in _HEADS.items()
+        for kernel, tilings in candidates.items()
+    }
+    for (kernel, dim), tilings in fitting(cases).items():
+        heads = _HEADS[dim]
+        made = (
+            [best_prefill(heads, tilings)]
+            if kernel == "prefill"
+            else (best_decode(batch, length, heads, tilings) for batch, length in _SHAPES)
+        )
+        for entry, text in made:
+            write(entry, torch.cuda.get_device_name(), TABLE, Path(out))
+            yield {"kind": "entry", "entry": entry, "text": text}
 
 
-def prefill(head_dim: int, out: str) -> Iterator[dict[str, Any]]:
-    """An entry for a chunk at the end of a context, written as in `decode`."""
-    heads = _HEADS[head_dim]
-    entry, text = best_prefill(heads, fitting("prefill", heads, prefill_candidates()))
-    write(entry, torch.cuda.get_device_name(), TABLE, Path(out))
-    yield {"kind": "entry", "entry": entry, "text": text}
-
-
-def few_rows(model: str, out: str) -> Iterator[dict[str, Any]]:
-    """An entry for each product of a model and number of rows: a tiling, or none if torch is quicker; as `decode`."""
+def few_rows(out: str) -> Iterator[dict[str, Any]]:
+    """An entry for each product and number of rows: a tiling, or none if torch is quicker; as by `attention`."""
     device = torch.device("cuda")
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    for product in products.MODELS[model]:
-        tilings = fitting_product(product, product_candidates(product, processors))
+    cases = {
+        product: _cases(product_candidates(product, processors), kernel="product", product=product)
+        for of_model in products.MODELS.values()
+        for product in of_model
+    }
+    for product, tilings in fitting(cases).items():
         scenes = {rows: products.Scene(product, rows, device) for rows in products.ROWS}
 
         def us(rows: int, tiling: SkinnyTiling, scenes: dict[int, products.Scene] = scenes) -> float:
@@ -97,52 +109,47 @@ def decode_candidates() -> list[DecodeTiling]:
     return [
         DecodeTiling(tile=tile, num_warps=warps, num_stages=stages)
         for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 5, 7))
+        if tile < 128 or warps > 2
     ]
 
 
 def prefill_candidates() -> list[PrefillTiling]:
-    """The candidate tilings of prefill attention, without those that spill at every head dimension: they keep many rows
-    in the registers of few threads."""
-    return [
-        PrefillTiling(rows=rows, tile=tile, num_warps=warps, num_stages=stages)
-        for rows, tile, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 5))
-        if tile == 32 or (rows < 256 and (rows < 128 or warps == 8))
+    """The candidate tilings of prefill attention; without a copy engine few have come near the others."""
+    copied = [
+        PrefillTiling(rows=rows, tile=tile, num_warps=warps, num_stages=stages, copy_engine=True)
+        for rows, tile, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3, 4))
+        if rows == 128 or warps == 4
     ]
+    return [*copied, PrefillTiling(), PrefillTiling(rows=64, num_warps=4)]
 
 
 def product_candidates(product: Product, num_processors: int) -> list[SkinnyTiling]:
     """Worth a try: a program for each multiprocessor, or some, by splits where there are few outputs."""
     found = []
-    for columns, depth, stages in itertools.product((16, 32, 64), (128, 256), (3, 5)):
+    for columns, depth, stages in itertools.product((16, 32, 64), (64, 128, 256), (4,)):
         programs = -(-product.num_columns // columns)
         splits = {min(max(1, round(each * num_processors / programs)), _MOST_SPLITS) for each in (1, 2, 4)}
         found += [SkinnyTiling(columns=columns, depth=depth, num_stages=stages, splits=each) for each in sorted(splits)]
     return found
 
 
-def fitting(kernel: str, heads: Heads, tilings: Sequence[_Tiling]) -> list[_Tiling]:
-    """Those of attention that `_fit`."""
-    shape = {"kernel": kernel, "head_dim": heads.dim, "block_size": _BLOCK_SIZE, "group": heads.group}
-    return _fit(tilings, shape)
-
-
-def fitting_product(product: Product, tilings: Sequence[SkinnyTiling]) -> list[SkinnyTiling]:
-    """Those of a product that `_fit`."""
-    return _fit(tilings, {"kernel": "product", "product": product})
-
-
-def _fit(tilings: Sequence[_Tiling], shape: dict[str, Any]) -> list[_Tiling]:
-    """Those of which a multiprocessor has room for a program, and which keep most of what they use in registers.
-
-    It compiles them on every core, which takes most of the time of tuning.
-    """
+def _cases(tilings: Sequence[Any], **shape: Any) -> list[Case]:
     major, minor = torch.cuda.get_device_capability()
-    cases = [Case(capability=10 * major + minor, tiling=tiling, **shape) for tiling in tilings]
-    return [
-        tiling
-        for tiling, binaries in zip(tilings, compile_all(cases), strict=True)
-        if all(each.programs > 0 and each.stack_bytes <= _MOST_STACK_BYTES for each in binaries)
-    ]
+    return [Case(capability=10 * major + minor, tiling=tiling, **shape) for tiling in tilings]
+
+
+def fitting(cases: Mapping[_Key, Sequence[Case]]) -> dict[_Key, list[Any]]:
+    """The tilings of which a multiprocessor has room for a program, and which keep most of what they use in registers,
+    by key. All are compiled at once, on every core, which takes most of the time of tuning."""
+    binaries = compile_all([case for of_key in cases.values() for case in of_key])
+    return {
+        key: [
+            case.tiling
+            for case in of_key
+            if all(each.programs > 0 and each.stack_bytes <= MOST_STACK_BYTES for each in next(binaries))
+        ]
+        for key, of_key in cases.items()
+    }
 
 
 def timed(tilings: Sequence[_Tiling], us: Callable[[_Tiling], float]) -> list[tuple[float, _Tiling]]:

@@ -29,6 +29,8 @@ from common.scheduling.costs import Costs
 from common.scheduling.row_times import RowTimes
 
 log = logging.getLogger(__name__)
+_TESTED = (9, 0)
+"""Compute capability of the GPUs on which the kernels have been tested: H100 and H200."""
 
 _Result = TypeVar("_Result")
 
@@ -146,11 +148,11 @@ class Engine:
         assert device != "auto", "nobody has looked for a device"
         if device == "cuda" and settings.checksums:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
-        if device == "cuda":
-            log.warning("the kernels have not been tested on a GPU")
+        if device == "cuda" and (capability := torch.cuda.get_device_capability()) != _TESTED:
+            log.warning("the kernels have not been tested on a GPU of compute capability %d.%d", *capability)
         width = settings.tensor_parallel
         if device == "cuda" and width > 1:
-            log.warning("a worker of several ranks has not been tested on GPUs")
+            log.warning("a worker of several ranks has not been tested on several GPUs")
         num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // width)
         if device == "cpu":
             torch.set_num_threads(num_threads)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import WHOLE, query_runs, query_tiles
-from common.engine.kernels.tiles import padded
+from common.engine.kernels.tiles import is_hopper_or_later, padded
 from kernels.reference import TOLERANCE, attention, error, examples
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -165,11 +165,17 @@ def test_decode_attention(device: torch.device, case: Case, processors: int, til
     rows=st.sampled_from([16, 32, 64]),
     tile=st.sampled_from([16, 32, 64]),
     longest=st.sampled_from([WHOLE, 1, 2, 3]),
+    copy_engine=st.booleans(),
 )
-def test_prefill_attention(device: torch.device, case: Case, rows: int, tile: int, longest: int) -> None:
+def test_prefill_attention(
+    device: torch.device, case: Case, rows: int, tile: int, longest: int, copy_engine: bool
+) -> None:
     case.make(device)
     rows = min(rows, 32) if case.dtype == torch.float32 else rows  # more do not fit into the registers
-    out = prefilled(case, PrefillTiling(rows=rows, tile=fitting_tile(case, tile)), longest)
+    tile = fitting_tile(case, tile)
+    copy_engine = copy_engine and case.block_size % tile == 0 and case.dtype != torch.float32
+    copy_engine = copy_engine and (device.type == "cpu" or is_hopper_or_later())
+    out = prefilled(case, PrefillTiling(rows=rows, tile=tile, copy_engine=copy_engine), longest)
     assert error(out, case.expected()) < TOLERANCE[case.dtype]
 
 

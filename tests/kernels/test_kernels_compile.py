@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.tune import MOST_STACK_BYTES
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,8 +47,12 @@ def test_a_multiprocessor_has_room_for_every_kernel(binaries: list[dict[str, Any
 
 
 def test_what_a_kernel_uses_is_in_registers(binaries: list[dict[str, Any]]) -> None:
+    """But for prefill attention with a copy engine, which is fastest with rows that nearly fit; `tune` says why."""
     for each in binaries:
-        assert each["stack_bytes"] <= (16 if each["capability"] == 90 and each["dtype"] == "bfloat16" else 160), each
+        on_hopper = each["capability"] == 90 and each["dtype"] == "bfloat16"
+        prefill = each["kernel"] == "prefill" and each["capability"] >= 90
+        most = MOST_STACK_BYTES if prefill else 16 if on_hopper else 160
+        assert each["stack_bytes"] <= most, each
 
 
 def test_products_have_the_tensor_cores(binaries: list[dict[str, Any]]) -> None:

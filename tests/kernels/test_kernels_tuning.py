@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,8 @@ from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.skinny import SkinnyTiling
 from common.engine.kernels.tiles import num_tiles, padded
-from common.engine.kernels.tuning import Tuning
+from common.engine.kernels.tuning import MEASURED, Tuning
+from common.engine.kernels.tuning import TABLE as COMMITTED
 
 SHORT, LONG = DecodeTiling(tile=32, num_warps=2), DecodeTiling(tile=128, programs_per_processor=4.0)
 ROOMY, SMALL = 228 * 2**10, 100 * 2**10
@@ -54,6 +56,25 @@ def test_what_was_measured_for_another_size_of_element_or_head_or_gpu_is_not_use
     assert tuning.prefill(head_dim=128, itemsize=2, block_size=64, group=4) == PrefillTiling()
 
 
+def test_a_copy_engine_loads_tiles_that_lie_within_a_block() -> None:
+    shape = {"head_dim": 128, "itemsize": 2, "block_size": 64, "group": 4}
+    entry = {"kernel": "prefill", "head_dim": 128, "itemsize": 2, "shape": {"group": 4, "block_size": 64}}
+    tiling = PrefillTiling(rows=64, num_warps=4, copy_engine=True)
+    for each in (
+        Tuning("", ROOMY, copy_engine=True),
+        Tuning("A", ROOMY, {"A": [entry | {"tiling": asdict(tiling)}]}, copy_engine=True),
+    ):
+        assert each.prefill(**shape).copy_engine
+        assert not each.prefill(**shape | {"block_size": 16}).copy_engine
+    assert not Tuning("", ROOMY).prefill(**shape).copy_engine
+    assert not Tuning("", ROOMY, copy_engine=True).prefill(**shape | {"itemsize": 4}).copy_engine
+
+
+def test_a_gpu_that_was_measured_stands_for_its_compute_capability() -> None:
+    table = json.loads(COMMITTED.read_text())
+    assert all(table[name] for name in MEASURED.values())
+
+
 def test_large_heads_have_smaller_tiles_where_there_is_less_shared_memory() -> None:
     shape = {"head_dim": 256, "itemsize": 2, "block_size": 64, "group": 4}
     roomy, small = Tuning("", ROOMY).prefill(**shape), Tuning("", SMALL).prefill(**shape)
@@ -69,15 +90,15 @@ def product(kind: str, rows: int, tiling: SkinnyTiling | None, itemsize: int = 2
 def test_a_product_of_few_rows_is_torchs_unless_a_kernel_was_quicker() -> None:
     one, four = SkinnyTiling(columns=16), SkinnyTiling(splits=2)
     table = [entry(SHORT, group=4, num_rows=8, max_seq_len=1024, block_size=64)]
-    table += [product("norm", 1, one), product("norm", 4, four), product("norm", 8, None)]
+    table += [product("plain", 1, one), product("plain", 4, four), product("plain", 8, None)]
     tuning = Tuning("A", ROOMY, {"A": table})
     shape = {"outputs": 4096, "inputs": 1024, "itemsize": 2}
-    found = {rows: tuning.skinny("norm", rows=rows, **shape) for rows in range(1, 17)}
+    found = {rows: tuning.skinny("plain", rows=rows, **shape) for rows in range(1, 17)}
     assert found == {1: one, 2: None, 3: four, 4: four} | dict.fromkeys(range(5, 17))
     assert tuning.skinny("onto", rows=1, **shape) is None
-    assert tuning.skinny("norm", rows=1, **shape | {"itemsize": 4}) is None
-    assert tuning.skinny("norm", rows=1, **shape | {"outputs": 4097}) is None
-    assert Tuning("B", ROOMY, {"A": table}).skinny("norm", rows=1, **shape) is None
+    assert tuning.skinny("plain", rows=1, **shape | {"itemsize": 4}) is None
+    assert tuning.skinny("plain", rows=1, **shape | {"outputs": 4097}) is None
+    assert Tuning("B", ROOMY, {"A": table}).skinny("plain", rows=1, **shape) is None
     assert decode_of(tuning) == SHORT, "attention has entries of its own"
 
 

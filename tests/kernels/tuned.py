@@ -17,11 +17,11 @@ def skinny_entries(weights: Weights, itemsize: int, tilings: dict[int, SkinnyTil
     """Every product of few rows by the kernel; `tilings` are by the number of rows, a power of two."""
     layer = weights.layers[0]
     products: list[tuple[Kind, Linear]] = [
-        ("norm", layer.qkv),
+        ("plain", layer.qkv),
         ("onto", layer.output),
         ("gate", layer.gate_up),
         ("onto", layer.down),
-        ("norm", weights.lm_head),
+        ("plain", weights.lm_head),
     ]
     entries = []
     for kind, linear in products:

@@ -49,8 +49,10 @@ def test_the_archive_has_the_versions_of_the_project(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, second = (set(line.split()) for line in installed.read_text().splitlines())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["worker"]
-    assert {each for each in wanted if re.match(r"(pydantic|llguidance|pyzmq|msgpack|nixl)", each)} <= first
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + extras["worker"] + extras["dev"]
+    carried = re.compile(r"pydantic|llguidance|pyzmq|msgpack|nixl|pytest-asyncio")
+    assert {each for each in wanted if carried.match(each)} <= first
     assert any(each.startswith("nixl-cu13>=") for each in first)
     assert second == {"pydantic-core==9.1"}
     with tarfile.open(archive) as packed:

@@ -85,11 +85,11 @@ def test_the_products_are_those_of_the_models() -> None:
         head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
         heads = shape.num_attention_heads * head_dim
         assert [(each.kind, each.outputs, each.inputs) for each in of_model] == [
-            ("norm", heads + 2 * shape.num_key_value_heads * head_dim, hidden),
+            ("plain", heads + 2 * shape.num_key_value_heads * head_dim, hidden),
             ("onto", hidden, heads),
             ("gate", 2 * inner, hidden),
             ("onto", hidden, inner),
-            ("norm", shape.vocab_size, hidden),
+            ("plain", shape.vocab_size, hidden),
         ]
 
 
@@ -139,9 +139,8 @@ def test_the_visits_of_the_page_are_two_commands_that_fit_in_a_quarter_of_an_hou
 
 def test_candidates_that_spill_are_left_out() -> None:
     tried = {(each.rows, each.tile, each.num_warps) for each in tune.prefill_candidates()}
-    assert {(256, 32, 8), (128, 64, 8), (128, 32, 4), (64, 128, 4)} <= tried
-    assert not {each for each in tried if each[0] == 256 and each[1] > 32}
-    assert not {each for each in tried if each[0] == 128 and each[1] >= 64 and each[2] == 4}
+    assert {(128, 64, 4), (128, 64, 8), (128, 32, 4), (64, 64, 4)} <= tried
+    assert not {each for each in tried if each[0] > 128 or each[1] > 64}
 
 
 def entry(num_rows: int, tile: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def table(name: str, where: str, title: str, *rows: tuple[str, str, str]) -> str
 
 
 HOST = "remote memory read by ucp_get*(multi) into host memory from host"
-GPU = "remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda"
+GPU = "remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda/dev[1]"
 CMA = ("0..inf", "zero-copy", "cma/memory")
 
 

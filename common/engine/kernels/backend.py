@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from common.engine.backend import Norms, PlainProducts
 from common.engine.batch import Samples
@@ -14,6 +15,7 @@ from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
 from common.engine.kernels.skinny import SkinnyTiling, skinny
+from common.engine.kernels.tiles import key_rows
 from common.engine.kernels.tuning import Kind, Tuning
 from common.engine.linear import FEW_ROWS, Linear
 from common.engine.ragged import RaggedBatch
@@ -38,6 +40,8 @@ class TritonBackend(PlainProducts):
         """Runs of prefill attention of `_batch`, for each window that layers use."""
         self._decode_runs: dict[int | None, tuple[DecodeTiling, DecodeRuns]] = {}
         """Those of decode attention."""
+        self._key_rows: dict[tuple[int, int], TensorDescriptor] = {}
+        """Of the layers that prompts have been attended in, by their address and the tiling's tile."""
         self._captured = False
         """Whether `_batch` is computed by a graph that is being captured."""
         self._combines = False
@@ -50,10 +54,10 @@ class TritonBackend(PlainProducts):
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
     ) -> torch.Tensor:
         """See `Backend.norm_project`."""
-        tiling = self._skinny("norm", h_TE, linear)
+        tiling = self._skinny("plain", h_TE, linear)
         if tiling is None:
             return super().norm_project(h_TE, delta_TE, norm_E, eps, linear)
-        return skinny(_added(h_TE, delta_TE), linear.weight, linear.bias, tiling, norm=(norm_E, eps))
+        return skinny(self.add_norm(h_TE, delta_TE, norm_E, eps), linear.weight, linear.bias, tiling)
 
     def norm_gate(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
@@ -62,7 +66,7 @@ class TritonBackend(PlainProducts):
         tiling = self._skinny("gate", h_TE, linear)
         if tiling is None:
             return super().norm_gate(h_TE, delta_TE, norm_E, eps, linear)
-        return skinny(_added(h_TE, delta_TE), linear.weight, linear.bias, tiling, norm=(norm_E, eps), gated=True)
+        return skinny(self.add_norm(h_TE, delta_TE, norm_E, eps), linear.weight, linear.bias, tiling, gated=True)
 
     def project_onto(self, h_TE: torch.Tensor, x_TF: torch.Tensor, linear: Linear) -> torch.Tensor | None:
         """See `Backend.project_onto`."""
@@ -75,7 +79,7 @@ class TritonBackend(PlainProducts):
     def _skinny(self, kind: Kind, x_MK: torch.Tensor, linear: Linear) -> SkinnyTiling | None:
         """How the kernel for few rows is cut; None where torch is to multiply: it does if nothing was measured."""
         num_rows, inputs = x_MK.shape
-        if num_rows > FEW_ROWS or (kind != "onto" and x_MK.dtype == torch.float16):
+        if num_rows > FEW_ROWS:
             return None
         outputs = linear.out_features
         return self._tuning.skinny(kind, rows=num_rows, outputs=outputs, inputs=inputs, itemsize=x_MK.itemsize)
@@ -180,7 +184,15 @@ class TritonBackend(PlainProducts):
             scale=scale,
             tiling=tiling,
             out_THD=out_THD,
+            rows=self._rows_of(kv_layer, tiling) if tiling.copy_engine else None,
         )
+
+    def _rows_of(self, kv_layer: torch.Tensor, tiling: PrefillTiling) -> TensorDescriptor:
+        """`key_rows`, which take longer to make than a kernel to launch."""
+        key = (kv_layer.data_ptr(), tiling.tile)
+        if key not in self._key_rows:
+            self._key_rows[key] = key_rows(kv_layer, tiling.tile)
+        return self._key_rows[key]
 
     def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Samples) -> torch.Tensor:
         """See `Backend.draw`."""
@@ -211,11 +223,6 @@ class TritonBackend(PlainProducts):
             splits, self._combines = splits or [(0, 0, 0, 0)], True  # nothing to combine, but compiled: in a warm-up
         runs_R5, splits_S4 = (to_device(each, torch.int32, device) for each in (runs.runs, splits))
         return tiling, runs_R5, splits_S4, runs.num_places
-
-
-def _added(h_TE: torch.Tensor, delta_TE: torch.Tensor | None) -> torch.Tensor:
-    """`h_TE`, to which `delta_TE` was added in place."""
-    return h_TE if delta_TE is None else h_TE.add_(delta_TE)
 
 
 def _num_decodes(batch: RaggedBatch) -> int:

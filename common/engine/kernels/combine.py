@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import padded
+from common.engine.kernels.tiles import await_inputs, early, padded
 
 _AT_ONCE = tl.constexpr(16)
 """Number of partial results that are read at a time."""
@@ -41,6 +41,7 @@ def combine(
         D=head_dim,
         D_PAD=padded(head_dim),
         num_warps=4,
+        **early(),
     )
 
 
@@ -55,8 +56,10 @@ def _combine(
     out_stride_h,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Combine one row of one result."""
+    await_inputs(EARLY)
     row, kv_head = tl.program_id(0), tl.program_id(1)
     split_ptr = splits_ptr + tl.program_id(2) * 4
     token = tl.load(split_ptr) + row // group

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from common.engine.kernels.combine import combine
 from common.engine.kernels.decode_runs import DecodeRuns, decode_runs
-from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, widens
+from common.engine.kernels.tiles import LOG2_E, await_inputs, early, key_offsets, load_tile, padded, soften, widens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +102,7 @@ def decode_attention(
         WIDEN=widens(q_BHD),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **early(),
     )
     if most_runs > batch:
         combine(partial, stats, runs.splits_B4, group, out_BHD)
@@ -134,7 +135,9 @@ def _decode(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_inputs(EARLY)
     kv_head, run = tl.program_id(0), tl.program_id(1)
     if run >= tl.load(num_runs_ptr):
         return

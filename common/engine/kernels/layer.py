@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import num_tiles, padded
+from common.engine.kernels.tiles import await_inputs, early, num_tiles, padded
 
 _GATE_TILE = 1024
 _HEADS_TILE = 8
@@ -32,16 +32,20 @@ def add_norm(h_TE: torch.Tensor, delta_TE: torch.Tensor | None, weight_E: torch.
         E_PAD=padded(size),
         ADD=delta_TE is not None,
         num_warps=min(16, max(4, padded(size) // 512)),
+        **early(),
     )
     return out_TE
 
 
 @triton.jit
 def _add_norm(
-    h_ptr, delta_ptr, weight_ptr, out_ptr, eps, E: tl.constexpr, E_PAD: tl.constexpr, ADD: tl.constexpr
+    h_ptr, delta_ptr, weight_ptr, out_ptr, eps,
+    E: tl.constexpr, E_PAD: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, E_PAD)
     inside = columns < E
+    weight_E = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    await_inputs(EARLY)
     place = tl.program_id(0).to(tl.int64) * E + columns
     h_E = tl.load(h_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -50,7 +54,6 @@ def _add_norm(
         tl.store(h_ptr + place, h_E, mask=inside)
         h_E = h_E.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(h_E * h_E, axis=0) / E + eps)
-    weight_E = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, (h_E * scale * weight_E).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -99,6 +102,7 @@ def rotate_and_write(
         HEADS=_HEADS_TILE,
         NORMS=norms is not None,
         num_warps=4,
+        **early(),
     )
     return q_THD
 
@@ -124,9 +128,11 @@ def _rotate_and_write(
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
     NORMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Process up to `HEADS` heads of one token, each as two halves `[HEADS, HALF_PAD]`."""
     HALF: tl.constexpr = D // 2
+    await_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, HALF_PAD)
@@ -173,12 +179,13 @@ def silu_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
     assert gate_up_TF.is_contiguous()
     out = gate_up_TF.new_empty(num_tokens, twice // 2)
     grid = (num_tokens, num_tiles(twice // 2, _GATE_TILE))
-    _silu_mul[grid](gate_up_TF, out, twice // 2, TILE=_GATE_TILE, num_warps=4)
+    _silu_mul[grid](gate_up_TF, out, twice // 2, TILE=_GATE_TILE, num_warps=4, **early())
     return out
 
 
 @triton.jit
-def _silu_mul(in_ptr, out_ptr, size, TILE: tl.constexpr):
+def _silu_mul(in_ptr, out_ptr, size, TILE: tl.constexpr, EARLY: tl.constexpr):
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < size

@@ -16,9 +16,20 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from common.engine.kernels.combine import combine
-from common.engine.kernels.tiles import LOG2_E, key_offsets, load_tile, padded, soften, widens
+from common.engine.kernels.tiles import (
+    LOG2_E,
+    await_inputs,
+    early,
+    key_offsets,
+    key_rows,
+    load_tile,
+    padded,
+    soften,
+    widens,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +44,9 @@ class PrefillTiling:
     num_stages: int = 3
     """The address of a tile depends on another load, from the block table, so this many stages keep one tile under
     way."""
+    copy_engine: bool = False
+    """Whether the GPU's copy engine loads tiles of keys and values (TMA, from compute capability 9.0 on). A tile must
+    lie within one block."""
     least_tiles: int = 8
     """Least tiles of keys of a run. With fewer, cutting costs more than it gains."""
 
@@ -55,12 +69,15 @@ def prefill_attention(
     scale: float,
     tiling: PrefillTiling,
     out_THD: torch.Tensor,
+    rows: TensorDescriptor | None = None,
 ) -> None:
     """Write the causal attention of each token of the runs to its sequence in the cache into `out_THD`.
 
     Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` of the `seq_lens_B[b]` tokens of its sequence.
     `runs_R5` and `splits_S4` are those of `query_runs` for this tiling and window, with `num_places` partial results.
-    `kv_layer` is `[num_blocks, K, 2, block_size, D]`, with any stride between blocks and between heads.
+    `kv_layer` is `[num_blocks, K, 2, block_size, D]`, with any stride between blocks and between heads. `rows` are its
+    `key_rows`, for a tiling with a copy engine, where the caller has them. With a copy engine, slots after a sequence's
+    last token must hold finite numbers.
     """
     _, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
@@ -68,6 +85,7 @@ def prefill_attention(
     num_tokens = tiling.num_tokens(group)
     assert kv_layer.stride()[2:] == (block_size * head_dim, head_dim, 1)
     assert q_THD.stride(2) == out_THD.stride(2) == block_tables_BM.stride(1) == 1
+    assert not tiling.copy_engine or block_size % tiling.tile == 0
     num_rows = padded(num_tokens * group)
     partial = q_THD.new_empty(max(1, num_places), num_kv_heads, num_rows, head_dim, dtype=torch.float32)
     stats = q_THD.new_empty(max(1, num_places), num_kv_heads, num_rows, 2, dtype=torch.float32)
@@ -75,6 +93,7 @@ def prefill_attention(
     _prefill[num_kv_heads, runs_R5.shape[0]](
         q_THD,
         kv_layer,
+        rows or key_rows(kv_layer, tiling.tile) if tiling.copy_engine else kv_layer,
         block_tables_BM,
         query_start_B1,
         seq_lens_B,
@@ -98,9 +117,11 @@ def prefill_attention(
         D_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
+        COPY_ENGINE=tiling.copy_engine,
         WIDEN=widens(q_THD),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **early(),
     )
     if splits_S4.shape[0]:
         combine(partial, stats, splits_S4, group, out_THD)
@@ -110,6 +131,7 @@ def prefill_attention(
 def _prefill(
     q_ptr,
     kv_ptr,
+    rows_desc,
     tables_ptr,
     query_start_ptr,
     lens_ptr,
@@ -133,8 +155,11 @@ def _prefill(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    COPY_ENGINE: tl.constexpr,
     WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_inputs(EARLY)
     kv_head = tl.program_id(0)
     run_ptr = runs_ptr + tl.program_id(1) * 5
     row = tl.load(run_ptr).to(tl.int64)
@@ -165,22 +190,22 @@ def _prefill(
     max_M = tl.full([ROWS], float("-inf"), tl.float32)
     sum_M = tl.zeros([ROWS], tl.float32)
     acc_MD = tl.zeros([ROWS, D_PAD], tl.float32)
-    keys_ptr = kv_ptr + kv_head * head_stride
+    head_offset = kv_head * head_stride
     table_ptr = tables_ptr + row * table_stride
     for tile in range(begin_tile, tl.minimum(clear_begin, end_tile)):
         acc_MD, max_M, sum_M = _take(
-            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
-            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, True,
+            q_MD, kv_ptr, rows_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, True,
         )  # fmt: skip
     for tile in range(tl.maximum(begin_tile, clear_begin), tl.minimum(clear_end, end_tile)):
         acc_MD, max_M, sum_M = _take(
-            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
-            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, False,
+            q_MD, kv_ptr, rows_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, False,
         )  # fmt: skip
     for tile in range(tl.maximum(begin_tile, clear_end), end_tile):
         acc_MD, max_M, sum_M = _take(
-            q_MD, keys_ptr, table_ptr, tile, seq_len, position_M, window, block_stride,
-            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, True,
+            q_MD, kv_ptr, rows_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, True,
         )  # fmt: skip
     if run_place < 0:
         out_MD = acc_MD / sum_M[:, None]
@@ -196,7 +221,9 @@ def _prefill(
 @triton.jit
 def _take(
     q_MD,
-    keys_ptr,
+    kv_ptr,
+    rows_desc,
+    head_offset,
     table_ptr,
     tile,
     seq_len,
@@ -211,16 +238,26 @@ def _take(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    COPY_ENGINE: tl.constexpr,
     WIDEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take one tile of keys and values into the running softmax."""
     start = tile * TILE
     positions = start + tl.arange(0, TILE)
-    written = positions < seq_len
-    offsets = key_offsets(table_ptr, start, seq_len, block_stride, D, BLOCK_SIZE, TILE)
-    k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
-    v_ND = load_tile(keys_ptr + BLOCK_SIZE * D, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
+    if COPY_ENGINE:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        row = ((block * block_stride + head_offset) // D + start % BLOCK_SIZE).to(tl.int32)
+        k_ND = rows_desc.load([row, 0])
+        v_ND = rows_desc.load([row + BLOCK_SIZE, 0])
+        if WIDEN:
+            k_ND, v_ND = k_ND.to(tl.float32), v_ND.to(tl.float32)
+    else:
+        written = positions < seq_len
+        keys_ptr = kv_ptr + head_offset
+        offsets = key_offsets(table_ptr, start, seq_len, block_stride, D, BLOCK_SIZE, TILE)
+        k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
+        v_ND = load_tile(keys_ptr + BLOCK_SIZE * D, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
     behind_MN = position_M[:, None] - positions[None, :]
     visible_MN = (behind_MN >= 0) & (behind_MN < window)
     return soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED)

@@ -2,14 +2,13 @@
 
 A program has some outputs for all rows. Where that gives fewer programs than there are multiprocessors, the inputs are
 split, too: the partial sums are then added, in the order of the splits, by a second kernel, so that the result is the
-same every time. What comes before and after a product is done with it:
+same every time. What comes after a product is done with it:
 
-* RMSNorm of the rows: `norm(x) @ W = (x * weight) @ W / rms(x)`. The weights are multiplied in as a row is loaded, its
-  squares are summed beside the products, and what was summed is scaled at the end.
 * `silu(gate) * up` of a product that has gates, then what they let through: a program has both of its outputs.
 * The addition of the result to what it is the residual of.
 
-Sums are float32, and rounded once. Shapes: M rows, K inputs, N outputs, S splits.
+A kernel that is launched early fetches the first weights of each program into the GPU's cache while the kernels before
+it still run. Sums are float32, and rounded once. Shapes: M rows, K inputs, N outputs, S splits.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from common.engine.kernels.tiles import num_tiles, padded, widens
+from common.engine.kernels.tiles import await_inputs, early, num_tiles, padded, widens
 from common.engine.linear import FEW_ROWS
 
 _SUM_TILE = 256
 """Outputs that a program adds the partial sums of."""
+_LINE_BYTES = 128
+"""Bytes of a cache line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class SkinnyTiling:
     """Most parts that the inputs are cut into."""
     num_warps: int = 4
     num_stages: int = 4
+    lines: int = 16
+    """Cache lines of each row of the weight that are fetched before the kernel's input is there; a power of two."""
 
     @classmethod
     def untuned(cls, num_columns: int, num_processors: int) -> SkinnyTiling:
@@ -53,45 +56,42 @@ def skinny(
     bias_N: torch.Tensor | None,
     tiling: SkinnyTiling,
     *,
-    norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     onto_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x @ weight.T + bias` of at most `FEW_ROWS` rows, in the type of both.
 
-    With `norm`, weights `[K]` and epsilon, the rows are normalised before; not for float16, of which a row times its
-    weights may overflow. If `gated`, the first half of the outputs are gates of the second: `[M, N / 2]`. The result is
-    added to `onto_MN` where that is given, in place.
+    If `gated`, the first half of the outputs are gates of the second: `[M, N / 2]`. The result is added to `onto_MN`
+    where that is given, in place.
     """
     num_rows, inputs = x_MK.shape
     outputs = weight_NK.shape[0] // (2 if gated else 1)
-    given = [x_MK, weight_NK, bias_N, onto_MN, norm and norm[0]]
+    given = [x_MK, weight_NK, bias_N, onto_MN]
     assert all(each.is_contiguous() for each in given if each is not None)
     assert num_rows <= FEW_ROWS
     assert weight_NK.shape[1] == inputs
-    assert norm is None or x_MK.dtype != torch.float16
     out_MN = x_MK.new_empty(num_rows, outputs) if onto_MN is None else onto_MN
     depth = min(tiling.depth, padded(inputs))
     split_depth = num_tiles(num_tiles(inputs, tiling.splits), depth) * depth
     num_splits = num_tiles(inputs, split_depth)
     programs = num_tiles(outputs, tiling.columns)
+    line = _LINE_BYTES // weight_NK.itemsize
     kept = num_splits > 1
     partial_SMN = x_MK.new_empty(num_splits if kept else 0, num_rows, weight_NK.shape[0], dtype=torch.float32)
-    squares_SM = x_MK.new_empty(num_splits if kept else 0, num_rows, dtype=torch.float32)
-    norm_K, eps = (out_MN, 0.0) if norm is None else norm
     bias = out_MN if bias_N is None else bias_N
-    flags = {"NORM": norm is not None, "GATED": gated, "BIAS": bias_N is not None, "ADD": onto_MN is not None}
+    flags = {"GATED": gated, "BIAS": bias_N is not None, "ADD": onto_MN is not None}
     _skinny[programs, num_splits](
-        x_MK, norm_K, weight_NK, bias, out_MN, partial_SMN, squares_SM, num_rows, eps,
+        x_MK, weight_NK, bias, out_MN, partial_SMN, num_rows,
         OUTPUTS=outputs, INPUTS=inputs, SPLIT_DEPTH=split_depth, SPLIT=kept,
         EVEN=outputs % tiling.columns == 0 and inputs % split_depth == 0,
         ROWS=FEW_ROWS, COLUMNS=tiling.columns, DEPTH=depth, WIDEN=widens(x_MK), **flags,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        LINE=line, LINES=min(tiling.lines, padded(num_tiles(split_depth, line), 1)),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **early(),
     )  # fmt: skip
     if kept:
         _skinny_sum[num_tiles(outputs, _SUM_TILE), num_rows](
-            partial_SMN, squares_SM, bias, out_MN, eps,
-            OUTPUTS=outputs, INPUTS=inputs, SPLITS=num_splits, COLUMNS=_SUM_TILE, **flags, num_warps=4,
+            partial_SMN, bias, out_MN, OUTPUTS=outputs, SPLITS=num_splits, COLUMNS=_SUM_TILE, **flags, num_warps=4,
+            **early(),
         )  # fmt: skip
     return out_MN
 
@@ -99,14 +99,11 @@ def skinny(
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny(
     x_ptr,
-    norm_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
-    squares_ptr,
     num_rows,
-    eps,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SPLIT_DEPTH: tl.constexpr,
@@ -116,10 +113,12 @@ def _skinny(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Some outputs, of some inputs."""
     rows = tl.arange(0, ROWS)
@@ -127,18 +126,19 @@ def _skinny(
     place_N = weight_ptr + columns.to(tl.int64)[:, None] * INPUTS
     acc_MN = tl.zeros([ROWS, COLUMNS], tl.float32)
     up_MN = tl.zeros([ROWS, COLUMNS], tl.float32)
-    squares_M = tl.zeros([ROWS], tl.float32)
     begin = tl.program_id(1) * SPLIT_DEPTH
+    if EARLY:
+        lines = tl.minimum(begin + tl.arange(0, LINES) * LINE, INPUTS - 1)
+        line_NL = weight_ptr + tl.minimum(columns, OUTPUTS - 1).to(tl.int64)[:, None] * INPUTS + lines[None, :]
+        _fetch(line_NL)
+        if GATED:
+            _fetch(line_NL + tl.cast(OUTPUTS, tl.int64) * INPUTS)
+    await_inputs(EARLY)
     for start in range(0, SPLIT_DEPTH, DEPTH):
         depths = begin + start + tl.arange(0, DEPTH)
         inside_K = depths < INPUTS
         inside_MK = (rows < num_rows)[:, None] & inside_K[None, :]
         x_MK = tl.load(x_ptr + rows[:, None] * INPUTS + depths[None, :], mask=inside_MK, other=0.0)
-        if NORM:
-            wide_MK = x_MK.to(tl.float32)
-            squares_M += tl.sum(wide_MK * wide_MK, axis=1)
-            norm_K = tl.load(norm_ptr + depths, mask=inside_K, other=0.0).to(tl.float32)
-            x_MK = (wide_MK * norm_K[None, :]).to(x_MK.dtype)
         if WIDEN:
             x_MK = x_MK.to(tl.float32)
         inside_NK = (columns < OUTPUTS)[:, None] & inside_K[None, :]
@@ -154,14 +154,16 @@ def _skinny(
         tl.store(partial, acc_MN, mask=inside)
         if GATED:
             tl.store(partial + OUTPUTS, up_MN, mask=inside)
-        if NORM:
-            if tl.program_id(0) == 0:  # each has the same
-                tl.store(squares_ptr + of_split, squares_M, mask=rows < num_rows)
     else:
-        _finish(
-            acc_MN, up_MN, squares_M, rows, columns, num_rows, bias_ptr, out_ptr, eps, OUTPUTS, INPUTS, NORM, GATED,
-            BIAS, ADD,
-        )  # fmt: skip
+        _finish(acc_MN, up_MN, rows, columns, num_rows, bias_ptr, out_ptr, OUTPUTS, GATED, BIAS, ADD)
+
+
+@triton.jit
+def _fetch(line_ptrs):
+    """Fetch cache lines into the GPU's cache of the second level."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line_ptrs], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -180,26 +182,18 @@ def _product(x_MK, place_NK, inside_NK, acc_MN, EVEN: tl.constexpr, WIDEN: tl.co
 def _finish(
     acc_MN,
     up_MN,
-    squares_M,
     rows,
     columns,
     num_rows,
     bias_ptr,
     out_ptr,
-    eps,
     OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Scale what was summed, let it through the gates, add it to what is there, and store it."""
+    """Let what was summed through the gates, add it to what is there, and store it."""
     inside_N = columns < OUTPUTS
-    if NORM:
-        scale_M1 = (1.0 / tl.sqrt(squares_M / INPUTS + eps))[:, None]
-        acc_MN *= scale_M1
-        up_MN *= scale_M1
     if BIAS:
         acc_MN += tl.load(bias_ptr + columns, mask=inside_N, other=0.0).to(tl.float32)[None, :]
     if GATED:
@@ -216,20 +210,18 @@ def _finish(
 @triton.jit
 def _skinny_sum(
     partial_ptr,
-    squares_ptr,
     bias_ptr,
     out_ptr,
-    eps,
     OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Some outputs of a row: the sums of its splits, one after the other."""
+    await_inputs(EARLY)
     WIDTH: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
     num_rows = tl.num_programs(1)
     rows = tl.program_id(1) + tl.arange(0, 1)
@@ -237,16 +229,10 @@ def _skinny_sum(
     inside = (columns < OUTPUTS)[None, :]
     acc_MN = tl.zeros([1, COLUMNS], tl.float32)
     up_MN = tl.zeros([1, COLUMNS], tl.float32)
-    squares_M = tl.zeros([1], tl.float32)
     for split in tl.static_range(SPLITS):
         of_split = split * num_rows + rows
         partial = partial_ptr + of_split[:, None] * WIDTH + columns[None, :]
         acc_MN += tl.load(partial, mask=inside, other=0.0)
         if GATED:
             up_MN += tl.load(partial + OUTPUTS, mask=inside, other=0.0)
-        if NORM:
-            squares_M += tl.load(squares_ptr + of_split)
-    _finish(
-        acc_MN, up_MN, squares_M, rows, columns, num_rows, bias_ptr, out_ptr, eps, OUTPUTS, INPUTS, NORM, GATED, BIAS,
-        ADD,
-    )  # fmt: skip
+    _finish(acc_MN, up_MN, rows, columns, num_rows, bias_ptr, out_ptr, OUTPUTS, GATED, BIAS, ADD)

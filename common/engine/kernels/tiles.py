@@ -5,12 +5,20 @@ Shapes: M rows of queries (tokens times the query heads that share a KV head), N
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels of this process run in Triton's interpreter."""
+LAUNCHES_EARLY = False
+"""Whether kernels are launched early (`early`). Not by default as long as it is not measured that it gains time and
+changes no bit: `python -m benchmarks.gpu engine --only "early llama-3-8b"`."""
 LOG2_E = 1.4426950408889634
 MIN_DOT = 16
 """Least rows, columns and depth that `tl.dot` takes."""
@@ -35,6 +43,41 @@ def padded(size: int, least: int = MIN_DOT) -> int:
 def num_tiles(size: int, tile: int) -> int:
     """That cover `size`; Triton's `cdiv` is as slow."""
     return -(-size // tile)
+
+
+@lru_cache(maxsize=1)
+def is_hopper_or_later() -> bool:
+    """Whether the GPU has a copy engine for tiles (TMA) and launches kernels early: compute capability 9.0 or later."""
+    target = None if INTERPRETED else driver.active.get_current_target()
+    return target is not None and target.backend == "cuda" and target.arch >= 90
+
+
+def early() -> dict[str, bool]:
+    """Options of a launch that need not wait until the kernels before it in the stream have ended ("programmatic
+    dependent launch" in NVIDIA's CUDA programming guide). The kernel must begin with `await_inputs(EARLY)`."""
+    if INTERPRETED:
+        return {"EARLY": False}
+    on = LAUNCHES_EARLY and is_hopper_or_later()
+    return {"EARLY": on, "launch_pdl": on}
+
+
+@triton.jit
+def await_inputs(EARLY: tl.constexpr):
+    """Wait until the kernels before this one in the stream have ended; then the next one may be launched. Before it, a
+    kernel may read only what no kernel writes."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def key_rows(kv_layer: torch.Tensor, tile: int) -> TensorDescriptor:
+    """What the copy engine must know of `kv_layer`, `[num_blocks, K, 2, block_size, D]`, to load tiles of keys or of
+    values: its memory as rows of D elements, of which `tile` are loaded at a time."""
+    num_blocks, num_kv_heads, _, block_size, head_dim = kv_layer.shape
+    extent = (num_blocks - 1) * kv_layer.stride(0) + (num_kv_heads - 1) * kv_layer.stride(1)
+    shape = (extent // head_dim + 2 * block_size, head_dim)
+    rows = torch.as_strided(kv_layer, shape, (head_dim, 1), kv_layer.storage_offset())
+    return TensorDescriptor.from_tensor(rows, [tile, padded(head_dim)])
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """The tiling with which a kernel is compiled: from a table of measurements for each GPU and shape, or a default.
 
 `tuning.json` maps a GPU's name to entries; an entry has the kernel, the shape that it was measured for and the tiling.
-A shape that is not in the table takes the nearest one that is, of the same head dimension and type; a GPU that is not
-in it has defaults, which fit into the registers and the shared memory of every GPU from compute capability 8.0 on.
+A shape that is not in the table takes the nearest one that is, of the same head dimension and type. A GPU that is not
+in it takes the entries of one of its compute capability (`MEASURED`), or has defaults, which fit into the registers and
+the shared memory of every GPU from compute capability 8.0 on.
 Products of few rows are otherwise: a weight that is not in the table, or for which torch was quicker, is torch's.
 """
 
@@ -19,21 +20,25 @@ import torch
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.skinny import SkinnyTiling
-from common.engine.kernels.tiles import padded
+from common.engine.kernels.tiles import is_hopper_or_later, padded
 
-Kind = Literal["norm", "gate", "onto"]
-"""What goes with a product of few rows: a norm before it; that, and gates after it; or an addition after it."""
+Kind = Literal["plain", "gate", "onto"]
+"""What goes with a product of few rows: nothing, gates after it, or an addition after it."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TABLE = Path(__file__).with_name("tuning.json")
+MEASURED = {(9, 0): "NVIDIA H200"}
+"""Compute capability → a GPU of it that is in the table."""
 
 
 class Tuning:
     """The tilings for one GPU."""
 
-    def __init__(self, gpu: str, shared_bytes: int, table: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, gpu: str, shared_bytes: int, table: dict[str, Any] | None = None, *, copy_engine: bool = False
+    ) -> None:
         """`gpu` is the name that `torch.cuda.get_device_name` gives; `shared_bytes` is the shared memory of a
-        multiprocessor."""
-        self._shared_bytes = shared_bytes
+        multiprocessor; `copy_engine` is whether it has one for tiles (TMA)."""
+        self._shared_bytes, self._copy_engine = shared_bytes, copy_engine
         entries = (_table() if table is None else table).get(gpu, [])
         self._entries = [each for each in entries if each["kernel"] not in KINDS]
         self._skinny: dict[tuple[Any, ...], SkinnyTiling | None] = {}
@@ -48,7 +53,8 @@ class Tuning:
     def of(cls, device: torch.device) -> Tuning:
         """The tilings for the GPU `device`."""
         gpu = torch.cuda.get_device_properties(device)
-        return cls(gpu.name, gpu.shared_memory_per_multiprocessor)
+        name = gpu.name if gpu.name in _table() else MEASURED.get((gpu.major, gpu.minor), gpu.name)
+        return cls(name, gpu.shared_memory_per_multiprocessor, copy_engine=is_hopper_or_later())
 
     def decode(
         self, *, head_dim: int, itemsize: int, block_size: int, group: int, num_rows: int, max_seq_len: int
@@ -64,9 +70,13 @@ class Tuning:
     def prefill(self, *, head_dim: int, itemsize: int, block_size: int, group: int) -> PrefillTiling:
         """The tiling of prefill attention, for chunks of any length."""
         if tuned := self._nearest("prefill", head_dim, itemsize, {"group": group, "block_size": block_size}):
-            return PrefillTiling(**tuned)
+            tiling = PrefillTiling(**tuned)
+            if not tiling.copy_engine or block_size % tiling.tile == 0:
+                return tiling
         if itemsize == 4:  # float32: three TF32 products for each one, so more rows do not fit into the registers
             return PrefillTiling(rows=16, tile=32 if padded(head_dim) <= 128 else 16, num_warps=4)
+        if padded(head_dim) <= 128 and self._copy_engine and block_size % PrefillTiling().tile == 0:
+            return PrefillTiling(num_warps=4, copy_engine=True)
         if padded(head_dim) <= 128:
             return PrefillTiling()
         if self._shared_bytes >= 160 * 2**10:
