@@ -48,6 +48,9 @@ def _steps(figures: Figures) -> Iterator[Row]:
         for p in each["prefill"]:
             floor = f"{p['of_matmul']:.0%} of a product's rate"
             yield {"step": f"{name}, prefill {p['tokens']}", "takes": f"{1e3 * p['s']:.0f}", "floor": floor}
+        for i in each["invariant"]:
+            step, floor = f"{name}, {i['step']}, batch-invariant", f"{i['ratio']:.2f} times as long as without"
+            yield {"step": step, "takes": f"{i['invariant_ms']:.2f}", "floor": floor}
 
 
 def _systems(figures: Figures) -> Iterator[Row]:

@@ -27,13 +27,14 @@ from benchmarks.gpu.products import MODELS, Product, Scene
 from common.contract.kv_layout import KVLayout
 from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
+from common.engine.kernels.matmul import matmul
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import query_runs, query_tiles
 from common.engine.kernels.skinny import SkinnyTiling
 from common.engine.kernels.tiles import INTERPRETED, is_hopper_or_later
-from common.engine.kernels.tuning import Tuning
+from common.engine.kernels.tuning import INVARIANT_RUN, Tuning
 from common.engine.kv_cache import KVCache
-from common.engine.linear import FEW_ROWS
+from common.engine.linear import FEW_ROWS, MANY_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ _PRODUCTS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A launch, or some that belong together: "decode", "prefill", "layer", "sampler" or "product"."""
+    """A launch, or some that belong together: "decode", "prefill", "layer", "sampler", "product" or "invariant"."""
 
     capability: int
     """Compute capability of the GPU to compile for, times ten."""
@@ -174,11 +175,13 @@ def _binaries(case: Case) -> list[Binary]:
     is_hopper_or_later.cache_clear()
     if case.kernel in ("decode", "prefill"):
         shared_bytes = Multiprocessor.of(case.capability).shared_bytes
-        _attend(case, Tuning("", shared_bytes, copy_engine=case.capability >= 90))
+        _attend(case, Tuning("", shared_bytes, copy_engine=case.capability == 90))
     elif case.kernel == "layer":
         _layer(case.dtype, case.head_dim, case.block_size)
     elif case.kernel == "product":
         _product(case)
+    elif case.kernel == "invariant":
+        _invariant(case)
     else:
         _sample()
     return [_binary(each, case.capability) for each in _compiled]
@@ -204,13 +207,42 @@ def _attend(case: Case, tuning: Tuning) -> None:
     else:
         tiling = case.tiling or tuning.prefill(**shape)
         assert isinstance(tiling, PrefillTiling)
-        length = 2 * tiling.tile
-        runs = query_runs(query_tiles([2], [length], tiling.num_tokens(case.group), tiling.tile, None), 1)
-        prefill_attention(
-            q, kv_layer, tables[:1], torch.tensor([0, 2]), length * lens[:1],
-            torch.tensor(runs.runs, dtype=torch.int32), torch.tensor(runs.splits, dtype=torch.int32),
-            num_places=runs.num_places, window=None, scale=scale, tiling=tiling, out_THD=q,
+        _chunk(q, kv_layer, tables, tiling, aligned=False)
+
+
+def _chunk(
+    q: torch.Tensor, kv_layer: torch.Tensor, tables: torch.Tensor, tiling: PrefillTiling, *, aligned: bool
+) -> None:
+    """Attention of a chunk whose keys are cut into two runs."""
+    length, num_tokens = 2 * tiling.tile, tiling.num_tokens(q.shape[1] // _KV_HEADS)
+    runs = query_runs(query_tiles([2], [length], num_tokens, tiling.tile, None), 1, aligned=aligned)
+    prefill_attention(
+        q, kv_layer, tables[:1], torch.tensor([0, 2]), torch.tensor([length]),
+        torch.tensor(runs.runs, dtype=torch.int32), torch.tensor(runs.splits, dtype=torch.int32),
+        num_places=runs.num_places, window=None, scale=0.1, tiling=tiling, out_THD=q,
+    )  # fmt: skip
+
+
+def _invariant(case: Case) -> None:
+    """Attention of decode tokens and of a chunk, and products of few, some and many rows, if they do not depend on the
+    batch."""
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    kv_layer = _kv_layer(case.dtype, case.head_dim, case.block_size)
+    q = torch.empty(2, _KV_HEADS * case.group, case.head_dim, dtype=dtype)
+    tables, lens = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    shape = {"head_dim": case.head_dim, "itemsize": dtype.itemsize, "block_size": case.block_size}
+    shared_bytes = Multiprocessor.of(case.capability).shared_bytes
+    decodes, chunks = Tuning("", shared_bytes, copy_engine=case.capability == 90).invariant(**shape)
+    for most_of_one in (2, _PROCESSORS):  # each run has a program, or several take turns
+        runs = decodes.runs(
+            lens, window=None, max_seq_len=most_of_one * INVARIANT_RUN, num_kv_heads=_KV_HEADS,
+            num_processors=_PROCESSORS,
         )  # fmt: skip
+        decode_attention(q, kv_layer, tables, lens, runs, window=None, scale=0.1, tiling=decodes, out_BHD=q)
+    _chunk(q, kv_layer, tables, chunks, aligned=True)
+    weight = torch.empty(4096, 4096, dtype=dtype)
+    for rows in (FEW_ROWS, FEW_ROWS + 1, MANY_ROWS):
+        matmul(torch.empty(rows, 4096, dtype=dtype), weight)
 
 
 def _kv_layer(dtype: str, head_dim: int, block_size: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Whole steps of models of well-known shapes with random weights, against the rates of the device.
+"""Whole steps of models of well-known shapes with random weights, against the rates of the device, and what they take
+if no result may depend on the batch.
 
 A decode step must read every weight and the KV of every sequence once, so its floor is these bytes divided by the copy
 rate. A prefill must do the products of its matrices and of causal attention, so its floor is these operations divided
@@ -7,6 +8,7 @@ by the rate of a large matrix product.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Iterator
@@ -51,6 +53,8 @@ SHAPES: dict[str, PreTrainedConfig] = {
 DECODES = ((1, 512), (1, 2048), (8, 2048), (64, 2048), (256, 1024))
 """(sequences, tokens of context of each)."""
 PREFILLS = (2048, 8192, 32768)
+MOST_SEQS = max(batch for batch, _ in DECODES)
+INVARIANT_DECODES, INVARIANT_PREFILL = ((1, 2048), (64, 2048)), 8192
 PROFILED, PROFILED_CONTEXT, PROFILED_STEPS = (1, 64), 2048, 8
 
 
@@ -97,28 +101,62 @@ def early(model: str) -> Iterator[dict[str, Any]]:
         assert plain == others, f"other tokens, {batch} sequences"
 
 
-def make_runner(shape: PreTrainedConfig, *, graphs: bool) -> tuple[ModelRunner, int]:
-    """A runner in bfloat16, and the bytes of the matrices that a step reads."""
+def invariant(model: str) -> Iterator[dict[str, Any]]:
+    """Milliseconds of decode steps and of a prefill, by the batch-invariant backend and by the other one."""
+    plain_ms, invariant_ms = (steps_ms(model, batch_invariant=each) for each in (False, True))
+    for step, own_ms in invariant_ms.items():
+        yield {
+            "kind": "invariant", "model": model, "step": step, "plain_ms": plain_ms[step], "invariant_ms": own_ms,
+            "ratio": own_ms / plain_ms[step],
+        }  # fmt: skip
+
+
+def steps_ms(model: str, *, batch_invariant: bool) -> dict[str, float]:
+    """Milliseconds of each of `INVARIANT_DECODES`, and of a prefill of `INVARIANT_PREFILL` tokens. The memory that this
+    takes is free afterwards."""
+    most = max(batch for batch, _ in INVARIANT_DECODES)
+    runner, _ = make_runner(SHAPES[model], graphs=True, most_seqs=most, batch_invariant=batch_invariant)
+    taken = {
+        f"decode {batch} x {context}": 1e3 * decoded(runner, batch, context, STEPS)[0] / STEPS
+        for batch, context in INVARIANT_DECODES
+    }
+    taken[f"prefill {INVARIANT_PREFILL}"] = 1e3 * prefilled_s(runner, INVARIANT_PREFILL)
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return taken
+
+
+def make_runner(
+    shape: PreTrainedConfig,
+    *,
+    graphs: bool,
+    most_seqs: int = MOST_SEQS,
+    batch_invariant: bool = False,
+) -> tuple[ModelRunner, int]:
+    """A runner in bfloat16, with `graphs` for up to `most_seqs` sequences, and the bytes of the matrices that a step
+    reads."""
     device = torch.device("cuda")
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
         config = ModelConfig.from_folder(Path(folder))
-    weights = random_weights(config, device)
+    weights = random_weights(config, device, batch_invariant=batch_invariant)
     layout = config.layout(BLOCK, "bfloat16")
     tokens = max(max(batch * (context + STEPS + BLOCK) for batch, context in DECODES), max(PREFILLS))
     cache, swap = KVCache(layout, tokens // BLOCK + 512, device), HostSwap(layout, 0, device)
     cache.blocks.normal_()  # contexts are not computed; zeros could be faster to read
-    runner = ModelRunner(Executor(Decoder(config, weights), cache, swap, TritonBackend(device)))
+    backend = TritonBackend(device, batch_invariant=batch_invariant)
+    runner = ModelRunner(Executor(Decoder(config, weights), cache, swap, backend))
     if graphs:
-        runner.capture_graphs(max(batch for batch, _ in DECODES))
+        runner.capture_graphs(most_seqs)
     matrices = [part for layer in weights.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     return runner, sum(each.weight.nbytes for each in [*matrices, weights.lm_head])
 
 
-def random_weights(config: ModelConfig, device: torch.device) -> Weights:
+def random_weights(config: ModelConfig, device: torch.device, *, batch_invariant: bool = False) -> Weights:
     """Weights with the standard deviation of a newly initialised model; norms are 1."""
     torch.manual_seed(0)
-    weights = _allocate(config, WHOLE, torch.bfloat16, device, None)
+    weights = _allocate(config, WHOLE, torch.bfloat16, device, None, batch_invariant)
     for name, target in _targets(config, WHOLE, weights):
         target.tensor.fill_(1.0) if "norm" in name else target.tensor.normal_(std=0.02)
     return weights
@@ -190,7 +228,18 @@ def prefill_row(
     model: str, runner: ModelRunner, tokens: int, num_weight_bytes: int, matmul_rate: float
 ) -> dict[str, Any]:
     """Seconds for a prompt in chunks, and its operations per second as a fraction of a large product's."""
-    config = runner.config
+    config, seconds = runner.config, prefilled_s(runner, tokens)
+    in_layers = num_weight_bytes // 2 - config.vocab_size * config.hidden_size
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2
+    operations = 2 * in_layers * tokens + attention
+    return {
+        "kind": "prefill", "model": model, "weight_bytes": num_weight_bytes, "tokens": tokens, "s": seconds,
+        "of_matmul": operations / seconds / matmul_rate,
+    }  # fmt: skip
+
+
+def prefilled_s(runner: ModelRunner, tokens: int) -> float:
+    """Seconds for a prompt in chunks, the least of three times."""
     table = list(range(-(-tokens // BLOCK)))
     token_ids = [token % 1000 for token in range(tokens)]
     taken = []
@@ -203,11 +252,4 @@ def prefill_row(
             )
         submitted.outcomes()
         taken.append(time.perf_counter() - begin)
-    in_layers = num_weight_bytes // 2 - config.vocab_size * config.hidden_size
-    attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2
-    operations = 2 * in_layers * tokens + attention
-    seconds = min(taken)
-    return {
-        "kind": "prefill", "model": model, "weight_bytes": num_weight_bytes, "tokens": tokens, "s": seconds,
-        "of_matmul": operations / seconds / matmul_rate,
-    }  # fmt: skip
+    return min(taken)

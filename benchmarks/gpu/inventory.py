@@ -22,7 +22,10 @@ PACKAGES = (
     *("jinja2", "tqdm", "pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"),
 )
 TOOLS = ("nvidia-smi", "compute-sanitizer", "cuobjdump", "ncu", "nsys", "nvcc", "gcc")
-GPU_TESTS = ("tests/kernels/test_kernels_model.py", "tests/unit/test_ranks.py", "tests/unit/test_engine_host_swap.py")
+GPU_TESTS = (
+    *("tests/kernels/test_kernels_model.py", "tests/kernels/test_kernels_invariant.py"),
+    *("tests/unit/test_ranks.py", "tests/unit/test_engine_host_swap.py"),
+)
 _SAY_S = 20.0
 _MOST_CHARS = 6000
 

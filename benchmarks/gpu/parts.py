@@ -58,11 +58,11 @@ def engine(out: Path, scratch: Path) -> list[Measurement]:
         for model in MODELS
         for kind in ("decode", "prefill")
     ]
-    return [
-        *steps,
-        _of("engine", f"profile {MODELS[0]}", "engine:profile", 100, model=MODELS[0]),
-        _of("engine", f"early {MODELS[0]}", "engine:early", 100, model=MODELS[0], optional=True),
+    of_one = [
+        _of("engine", f"{kind} {MODELS[0]}", f"engine:{kind}", 100, model=MODELS[0])
+        for kind in ("profile", "invariant", "early")
     ]
+    return [*steps, *of_one]
 
 
 def transfer(out: Path, scratch: Path) -> list[Measurement]:

@@ -147,7 +147,8 @@ def figures(part: str, rows: Rows) -> dict[str, Any]:
 def _by_model(rows: Rows) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for row in rows:
-        model = found.setdefault(row["model"], {"decode": [], "prefill": [], "profile": [], "early": []})
+        kinds = ("decode", "prefill", "profile", "early", "invariant")
+        model = found.setdefault(row["model"], {kind: [] for kind in kinds})
         model[row["kind"]].append({name: value for name, value in _plain(row).items() if name != "model"})
     return found
 

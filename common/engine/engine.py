@@ -173,7 +173,7 @@ class Engine:
                     device=device,
                     progress=progress,
                     cpu_kernels=settings.cpu_kernels,
-                    row_invariant=settings.row_invariant,
+                    batch_invariant=settings.batch_invariant,
                     group=_group_plan(settings, device, num_threads),
                 )
                 if device == "cuda":

@@ -3,6 +3,7 @@
 | device | type | representation |
 |---|---|---|
 | CUDA | any | `[out, in]`, as in the checkpoint; few rows may have a kernel: `common.engine.kernels.skinny` |
+| CUDA, `batch_invariant` | any | the same; all products are those of `common.engine.kernels.matmul` |
 | CPU with kernels in C, and instructions for bfloat16 | bfloat16 | panels of pairs: `common.engine.native` |
 | CPU with instructions for the type | bfloat16, float16 | packed for oneDNN, once rather than in every call |
 | CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type |
@@ -10,11 +11,13 @@
 
 The kernels in C take and return float32, and round nothing but the inputs that are multiplied with pairs; gates round
 these as soon as they are computed. A row's product does not depend on the rows beside it, as one of oneDNN's may. With
-`row_invariant` they take the place of oneDNN. In the last row, a product of low-precision inputs is summed in float32
+`batch_invariant` they take the place of oneDNN. In the last row, a product of low-precision inputs is summed in float32
 and rounded once, as hardware would do it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -24,6 +27,8 @@ from common.engine.native.packing import alternating, pack, pack_pairs
 
 FEW_ROWS = 16
 """Most rows of a product for which a GPU may have a kernel of its own."""
+MANY_ROWS = 128
+"""Rows from which on a batch-invariant product on a GPU is cut in one way."""
 
 
 def multiplies_natively(dtype: torch.dtype) -> bool:
@@ -50,12 +55,20 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels | None = None,
-        row_invariant: bool = False,
+        batch_invariant: bool = False,
         gated: bool = False,
     ) -> None:
-        """`row_invariant`: compute with `kernels`, which a CPU must then have, although oneDNN could be faster."""
-        on_cpu = self._on_cpu = device.type == "cpu"
-        native = multiplies_natively(dtype) and not row_invariant
+        """`batch_invariant`: a row's outputs do not depend on the rows beside it. `kernels` compute them, although
+        oneDNN could be faster; without `kernels` one in Triton does, also where its interpreter stands in for a
+        GPU."""
+        self._multiply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = linear
+        in_triton = batch_invariant and kernels is None
+        if in_triton:
+            from common.engine.kernels.matmul import matmul  # here, so that only a GPU needs triton
+
+            self._multiply = matmul
+        on_cpu = self._on_cpu = device.type == "cpu" and not in_triton
+        native = multiplies_natively(dtype) and not batch_invariant
         self._in_pairs = kernels is not None and dtype == torch.bfloat16 and kernels.multiplies_pairs
         in_c = dtype == torch.float32 or self._in_pairs or not native
         self._kernels = kernels if on_cpu and in_c else None
@@ -106,9 +119,9 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, in]` to `[rows, out]`, in the type of `x`, or in float32 of what `gate` gave; at least one row."""
         if self._packed is None and x.dtype == self._stored:
-            return linear(x, self.weight, self.bias)
+            return self._multiply(x, self.weight, self.bias)
         if self._packed is None:
-            return linear(x.to(self._stored), self.weight, self.bias).to(x.dtype)
+            return self._multiply(x.to(self._stored), self.weight, self.bias).to(x.dtype)
         if self._kernels is not None:
             assert not self._gated, "its panels are of gates and of ups in turn"
             return self._kernels.linear(x, self._packed, self.bias, self.out_features)

@@ -102,8 +102,8 @@ class _RankArguments:
     """That of a whole block."""
     in_c: bool
     """Whether the kernels in C compute."""
-    exact: bool
-    """See `Linear` for `row_invariant`."""
+    batch_invariant: bool
+    """See `Linear`."""
     place_numbers: int
     """Numbers that a rank says at once."""
     parent: int
@@ -126,10 +126,17 @@ class Ranks:
     """The other ranks of a worker, started by rank 0."""
 
     def __init__(
-        self, plan: GroupPlan, config: ModelConfig, folder: Path, layout: KVLayout, *, in_c: bool, exact: bool
+        self,
+        plan: GroupPlan,
+        config: ModelConfig,
+        folder: Path,
+        layout: KVLayout,
+        *,
+        in_c: bool,
+        batch_invariant: bool,
     ) -> None:
         """Start them; they load their part of the model. They compute with the kernels in C, or with those of torch or
-        Triton; for `exact` see `Linear`. Raises `OperatorError`."""
+        Triton; for `batch_invariant` see `Linear`. Raises `OperatorError`."""
         kernels = compiled()
         if kernels is None:
             raise OperatorError("--tensor-parallel needs a C compiler (cc)")
@@ -156,7 +163,7 @@ class Ranks:
             folder=folder,
             layout=layout,
             in_c=in_c,
-            exact=exact,
+            batch_invariant=batch_invariant,
             place_numbers=place_numbers,
             parent=os.getpid(),
             group_fd=group_file,
@@ -346,14 +353,15 @@ def _run(arguments: _RankArguments) -> None:
     counting = (_pulses(memory, plan.width), shard.rank, plan.pulse.interval_s)
     threading.Thread(target=_count, args=counting, daemon=True).start()
     config = ModelConfig.from_folder(arguments.folder)
-    weights = load_weights(config, arguments.folder, layout.dtype, device, None, own, arguments.exact, shard)
+    batch_invariant = arguments.batch_invariant
+    weights = load_weights(config, arguments.folder, layout.dtype, device, None, own, batch_invariant, shard)
     orders.add(torch.zeros(1))
     group = _group_of(plan, orders, arguments.meeting_fd)
     num_blocks, num_host_blocks, *handles = orders.hear().tolist()
     cache = KVCache(layout, num_blocks, device, shard, [_cache_memory(arguments, handles)])
     swap = HostSwap(shard.layout(layout), num_host_blocks, device)
     decoder = Decoder(config, weights, group, cache.num_slots)
-    follow(Executor(decoder, cache, swap, backend_on(device, own), group), orders)
+    follow(Executor(decoder, cache, swap, backend_on(device, own, batch_invariant), group), orders)
 
 
 def _cache_memory(arguments: _RankArguments, handles: Sequence[int]) -> torch.Tensor:

@@ -264,7 +264,7 @@ def load_runner(
     device: str = "cpu",
     progress: Progress | None = None,
     cpu_kernels: bool = True,
-    row_invariant: bool = False,
+    batch_invariant: bool = False,
     structured_output: bool = True,
     group: GroupPlan | None = None,
 ) -> ModelRunner:
@@ -273,10 +273,11 @@ def load_runner(
     If `kv_cache_bytes` is None, the cache has `CPU_CACHE_BYTES` on a CPU. On a GPU it has the memory that is free after
     the weights are loaded, or what is left of the share `gpu_share` of it, less `gpu_reserve_bytes`. `dtype` is "auto"
     (the checkpoint's), "float32", "bfloat16" or "float16", and is that of the cache too. `progress` is called with
-    (tensors loaded, tensors to load). `cpu_kernels` lets a CPU use the kernels in C, compiled if need be; with
-    `row_invariant` they compute every product, so that a sequence's numbers have the same bits whatever is computed
-    beside it. Without `structured_output` the model serves no grammars. With a `group` this process is rank 0, and
-    starts the other ranks. Raises `OperatorError` for whatever the operator must change.
+    (tensors loaded, tensors to load). `cpu_kernels` lets a CPU use the kernels in C, compiled if need be. With
+    `batch_invariant` a sequence's numbers have the same bits whatever is computed beside it: on a CPU, which must have
+    the kernels in C, they compute every product; for a GPU see `TritonBackend`. Without `structured_output` the model
+    serves no grammars. With a `group` this process is rank 0, and starts the other ranks. Raises `OperatorError` for
+    whatever the operator must change.
     """
     config = ModelConfig.from_folder(folder)
     dtype = resolve_dtype(config, folder, dtype)
@@ -294,17 +295,17 @@ def load_runner(
     kernels = native.kernels() if on.type == "cpu" and cpu_kernels and native.serves(config.head_dim) else None
     if on.type == "cpu" and kernels is None and not multiplies_natively(TORCH_DTYPES[dtype]):
         _log.warning("this CPU has no instructions for %s: weights are held, and multiplied, in float32", dtype)
-    if row_invariant and kernels is None:
+    if batch_invariant and on.type == "cpu" and kernels is None:
         raise OperatorError(
-            "--row-invariant needs a CPU and the kernels in C: a compiler (cc), --cpu-kernels, and a head dimension "
+            "--batch-invariant needs the kernels in C on a CPU: a compiler (cc), --cpu-kernels, and a head dimension "
             f"that is a multiple of 8 up to 512, not {config.head_dim}"
         )
     with ExitStack() as stack:
         ranks = None
         if group is not None:
-            ranks = Ranks(group, config, folder, layout, in_c=kernels is not None, exact=row_invariant)
+            ranks = Ranks(group, config, folder, layout, in_c=kernels is not None, batch_invariant=batch_invariant)
             stack.callback(ranks.close)
-        weights = load_weights(config, folder, dtype, on, progress, kernels, row_invariant, shard)
+        weights = load_weights(config, folder, dtype, on, progress, kernels, batch_invariant, shard)
         together = None if ranks is None else ranks.join()
         if kv_cache_bytes is None:
             devices = [on] if group is None else [group.device_of(rank) for rank in range(width)]
@@ -323,7 +324,11 @@ def load_runner(
                 f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
             ) from error
         grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids) if structured_output else None
-        decoder, backend = Decoder(config, weights, together, cache.num_slots), backend_on(on, kernels)
+        decoder, backend = Decoder(config, weights, together, cache.num_slots), backend_on(on, kernels, batch_invariant)
+        if on.type == "cuda" and batch_invariant:
+            from common.engine.kernels.invariance import require_invariance  # here, so that only a GPU needs triton
+
+            require_invariance(backend, own_layout, config.num_heads // width, on)
         if ranks is None or together is None:
             executor = Executor(decoder, cache, swap, backend)
         else:

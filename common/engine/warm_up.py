@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from common.engine.linear import FEW_ROWS
+from common.engine.linear import MANY_ROWS
 from common.engine.ragged import RaggedBatch
 
 MOST_ROWS = 512
@@ -35,10 +35,10 @@ def decode_batches(num_blocks: int, block_size: int, longest: int, device: torch
 
 
 def few_rows(block_size: int, device: torch.device) -> Iterator[RaggedBatch]:
-    """As many decode tokens as the tuning table has products of few rows for: powers of two; tokens as those of
-    `decode_batches`."""
+    """As many decode tokens as the tuning table has products of few rows for, or a batch-invariant product has tiles
+    for: powers of two; tokens as those of `decode_batches`."""
     tables = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    for power in range(FEW_ROWS.bit_length()):
+    for power in range(MANY_ROWS.bit_length()):
         yield _batch(2**power, 1, block_size, tables)
 
 

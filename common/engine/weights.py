@@ -83,18 +83,18 @@ def load_weights(
     device: torch.device,
     progress: Progress | None = None,
     kernels: Kernels | None = None,
-    row_invariant: bool = False,
+    batch_invariant: bool = False,
     shard: Shard = WHOLE,
 ) -> Weights:
     """Load the checkpoint in `folder` as `dtype` (a key of `DTYPE_BYTES`). On a CPU, weights are packed for `kernels`,
-    if there are any; see `Linear` for `row_invariant`. Of each tensor only the part of the `shard` is read.
+    if there are any; see `Linear` for `batch_invariant`. Of each tensor only the part of the `shard` is read.
 
     Raises `OperatorError`, naming tensors, if one is missing, unexpected or of the wrong shape, or a file is damaged.
     """
     files = {n: file for n, file in _files_by_tensor(folder).items() if not n.endswith("rotary_emb.inv_freq")}
     of_pair = [name for name in _PAIR if name in files]
     shared = config.tie_word_embeddings and len(of_pair) == 1
-    weights = _allocate(config, shard, TORCH_DTYPES[dtype], device, kernels, row_invariant, shared=shared)
+    weights = _allocate(config, shard, TORCH_DTYPES[dtype], device, kernels, batch_invariant, shared=shared)
     # As in transformers: if one of a tied pair is absent, the other stands for both.
     stands_for = dict.fromkeys(_PAIR, of_pair[0]) if shared else {}
     targets = _by_tensor(_targets(config, shard, weights), stands_for)
@@ -160,7 +160,7 @@ def _allocate(
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels | None,
-    row_invariant: bool = False,
+    batch_invariant: bool = False,
     *,
     shared: bool = False,
 ) -> Weights:
@@ -179,7 +179,7 @@ def _allocate(
             dtype=dtype,
             device=device,
             kernels=kernels,
-            row_invariant=row_invariant,
+            batch_invariant=batch_invariant,
             gated=gated,
         )
 

@@ -140,10 +140,10 @@ class WorkerSettings(TierSettings):
         1.0, gt=0, le=1, description="share of each GPU's memory that the worker may use, if others have the rest"
     )
     cpu_kernels: bool = Field(True, description="on a CPU: compute with kernels in C, compiled at first use")
-    row_invariant: bool = Field(
+    batch_invariant: bool = Field(
         False,
-        description="for float16 on a CPU with instructions for it: compute products with the kernels in C, so that an "
-        "answer does not depend on the requests beside it",
+        description="compute each token with the same bits whatever is computed beside it: on a GPU, and for float16 "
+        "on a CPU with instructions for it, by kernels whose order of sums is fixed",
     )
     num_threads: int = Field(
         0, ge=0, le=1024, description="threads of the engine on a CPU, of each rank (0: one for each core, in all)"

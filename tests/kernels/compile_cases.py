@@ -9,6 +9,8 @@ from benchmarks.gpu.products import MODELS
 CASES = [
     Case(capability=90, kernel="prefill", head_dim=256, block_size=16),
     Case(capability=120, kernel="prefill", head_dim=256),
+    Case(capability=90, kernel="invariant"),
+    Case(capability=120, kernel="invariant"),
     Case(capability=80, kernel="prefill"),
     Case(capability=90, kernel="prefill"),
     Case(capability=100, kernel="prefill"),

@@ -15,7 +15,7 @@ from common.contract.sampling import SamplingParams
 from common.engine.backend import Backend, TorchBackend
 from common.engine.batch import Sample, Sampled, SampledToken, Slice
 from common.engine.executor import Executor
-from common.engine.graphs import Computed, DecodeGraphs, ladder
+from common.engine.graphs import Computed, ladder
 from common.engine.host_swap import HostSwap
 from common.engine.kernels.backend import TritonBackend
 from common.engine.kernels.skinny import SkinnyTiling, skinny
@@ -26,6 +26,7 @@ from common.engine.model_config import ModelConfig
 from common.engine.ragged import Rows
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.engine.weights import load_weights
+from kernels.eager_graphs import EagerGraphs
 from kernels.tuned import keep_rows, skinny_entries
 
 BLOCK_SIZE = 16
@@ -115,16 +116,6 @@ def test_products_of_few_rows_by_the_kernel_give_the_same_tokens(
     assert len(calls) == 1 + 2 * per_step
     assert calls[0] == (2, runner.config.hidden_size)
     assert {rows for rows, _ in calls[1:]} == {3}
-
-
-class EagerGraphs(DecodeGraphs):
-    """Computes what a graph would have captured, from the same buffers, into new ones."""
-
-    def _replay(self, size: int) -> Computed:
-        self.replayed = size
-        computed = self._room(size)
-        self._forward(computed)
-        return computed
 
 
 def test_a_batch_fills_the_first_places_of_a_graph_and_the_others_are_nobodys(

@@ -202,7 +202,7 @@ def logits_of_chunks(
     """Logits of the last token of `prompt`, computed `chunk` tokens at a time in a cache full of `garbage`."""
     kernels = compiled(backend)
     config = ModelConfig.from_folder(folder)
-    weights = load_weights(config, folder, dtype, CPU, kernels=kernels, row_invariant=kernels is not None)
+    weights = load_weights(config, folder, dtype, CPU, kernels=kernels, batch_invariant=kernels is not None)
     decoder = Decoder(config, weights)
     cache = KVCache(config.layout(BLOCK_SIZE, dtype), 32, CPU)
     for block in range(config.num_layers):

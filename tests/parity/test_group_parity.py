@@ -48,7 +48,7 @@ class Ranks:
         self.caches: list[KVCache] = []
         for rank in range(width):
             group = SharedGroup(kernels, memory, Shard(rank, width), PLACE_NUMBERS, 0)
-            weights = load_weights(self.config, folder, dtype, CPU, None, own, row_invariant=in_c, shard=group.shard)
+            weights = load_weights(self.config, folder, dtype, CPU, None, own, batch_invariant=in_c, shard=group.shard)
             self.decoders.append(Decoder(self.config, weights, group))
             self.caches.append(KVCache(group.shard.config(self.config).layout(BLOCK_SIZE, dtype), 16, CPU))
         self._backend: Backend = NativeBackend(kernels) if in_c else TorchBackend()

@@ -118,9 +118,9 @@ def test_float32_is_always_native() -> None:
     assert multiplies_natively(torch.float32)
 
 
-@pytest.mark.parametrize("row_invariant", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, False])
 def test_where_rows_must_not_depend_on_each_other_the_kernels_multiply(
-    monkeypatch: pytest.MonkeyPatch, row_invariant: bool
+    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
 ) -> None:
     require("compiler")
     kernels, for_onednn = native.kernels(), list[Linear]()
@@ -128,14 +128,14 @@ def test_where_rows_must_not_depend_on_each_other_the_kernels_multiply(
     monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: True)
     monkeypatch.setattr(Linear, "pack_for_onednn", lambda self: for_onednn.append(self))
     projection = Linear(
-        24, 16, bias=False, dtype=torch.float16, device=CPU, kernels=kernels, row_invariant=row_invariant
+        24, 16, bias=False, dtype=torch.float16, device=CPU, kernels=kernels, batch_invariant=batch_invariant
     )
     weight, x = torch.randn(24, 16).half(), torch.randn(5, 16)
     projection.weight.copy_(weight)
     projection.pack()
-    if row_invariant:
+    if batch_invariant:
         torch.testing.assert_close(projection(x).double(), linear(x.double(), weight.double()), rtol=1e-5, atol=1e-5)
-    assert for_onednn == ([] if row_invariant else [projection])
+    assert for_onednn == ([] if batch_invariant else [projection])
 
 
 @pytest.mark.parametrize("bias", [True, False])

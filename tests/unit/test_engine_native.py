@@ -240,7 +240,7 @@ def test_some_rows_are_normalised_as_all_are_and_stay_as_they_are(kernels: Kerne
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_some_rows_are_projected_as_plain_products_do_it(kernels: Kernels, dtype: torch.dtype) -> None:
-    linear = Linear(50, 64, bias=False, dtype=dtype, device=CPU, kernels=kernels, row_invariant=True)
+    linear = Linear(50, 64, bias=False, dtype=dtype, device=CPU, kernels=kernels, batch_invariant=True)
     linear.weight.copy_(torch.randn(50, 64))
     linear.pack()
     h, delta, weight, rows = torch.randn(9, 64), torch.randn(9, 64), torch.randn(64), torch.tensor([8, 0, 3])
@@ -631,7 +631,7 @@ def gating(kernels: Kernels, out: int, features: int, dtype: torch.dtype, bias: 
     made = []
     for gated in (True, False):
         torch.manual_seed(out)
-        settings: dict[str, Any] = {"dtype": dtype, "device": CPU, "kernels": kernels, "row_invariant": True}
+        settings: dict[str, Any] = {"dtype": dtype, "device": CPU, "kernels": kernels, "batch_invariant": True}
         linear = Linear(2 * out, features, bias=bias, gated=gated, **settings)
         linear.weight.copy_(torch.randn(2 * out, features) / features**0.5)
         if linear.bias is not None:

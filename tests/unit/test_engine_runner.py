@@ -170,9 +170,9 @@ def test_knows_its_model_and_its_cache(folder: Path) -> None:
     assert seen[-1] == (21, 21)
 
 
-def test_row_invariance_without_kernels_is_refused(folder: Path) -> None:
-    with pytest.raises(OperatorError, match="--row-invariant needs"):
-        load_runner(folder, kv_cache_bytes=2**16, block_size=BLOCK_SIZE, cpu_kernels=False, row_invariant=True)
+def test_batch_invariance_on_a_cpu_without_kernels_is_refused(folder: Path) -> None:
+    with pytest.raises(OperatorError, match="--batch-invariant needs"):
+        load_runner(folder, kv_cache_bytes=2**16, block_size=BLOCK_SIZE, cpu_kernels=False, batch_invariant=True)
 
 
 def test_a_cache_of_no_block_is_refused(folder: Path) -> None:
@@ -423,7 +423,7 @@ async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
 
 def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every rank, each of which has a backend."""
-    monkeypatch.setattr("common.engine.kernels.backend.TritonBackend", lambda device: device)
+    monkeypatch.setattr("common.engine.kernels.backend.TritonBackend", lambda device, **_: device)
     products = torch.backends.cuda.matmul
     was = products.allow_bf16_reduced_precision_reduction
     products.allow_bf16_reduced_precision_reduction = True

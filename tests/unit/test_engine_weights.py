@@ -85,7 +85,7 @@ def test_a_tied_table_is_held_once_and_read_from_the_packed_head(tmp_path: Path,
     assert kernels is not None
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(TORCH_DTYPES[dtype])
-    weights = load_weights(ModelConfig.from_folder(folder), folder, dtype, CPU, None, kernels, row_invariant=True)
+    weights = load_weights(ModelConfig.from_folder(folder), folder, dtype, CPU, None, kernels, batch_invariant=True)
     assert weights.embedding is None
     tokens_T = torch.randperm(len(embedding))
     assert torch.equal(weights.embed(tokens_T), embedding[tokens_T].float())

@@ -84,8 +84,15 @@ def test_figures_are_as_the_tables_want_them() -> None:
     }
     decode, prefill = {"kind": "decode", "model": "m", "batch": 1}, {"kind": "prefill", "model": "m", "tokens": 9}
     profile = {"kind": "profile", "model": "m", "busy_us": 3.0}
-    assert records.figures("engine", [decode, prefill, profile]) == {
-        "m": {"decode": [{"batch": 1}], "prefill": [{"tokens": 9}], "profile": [{"busy_us": 3.0}]}
+    invariant = {"kind": "invariant", "model": "m", "ratio": 1.5}
+    assert records.figures("engine", [decode, prefill, profile, invariant]) == {
+        "m": {
+            "decode": [{"batch": 1}],
+            "prefill": [{"tokens": 9}],
+            "profile": [{"busy_us": 3.0}],
+            "early": [],
+            "invariant": [{"ratio": 1.5}],
+        }
     }
     runs = [{"kind": "run", "system": "a", "output_tokens_per_s": rate} for rate in (1.0, 3.0)]
     assert records.figures("stack", runs)["output_tokens_per_s"] == {"a": 2.0}

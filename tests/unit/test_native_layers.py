@@ -99,7 +99,7 @@ class Rank:
     ) -> None:
         self.config = ModelConfig.from_folder(folder)
         shard = Shard() if group is None else group.shard
-        weights = load_weights(self.config, folder, dtype, CPU, None, kernels, row_invariant=True, shard=shard)
+        weights = load_weights(self.config, folder, dtype, CPU, None, kernels, batch_invariant=True, shard=shard)
         self.decoder = Decoder(self.config, weights, group, num_positions)
         self.cache = KVCache(shard.config(self.config).layout(BLOCK_SIZE, dtype), 144, CPU)
         self._backend = backend

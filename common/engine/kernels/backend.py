@@ -16,7 +16,7 @@ from common.engine.kernels.prefill_attention import PrefillTiling, prefill_atten
 from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
 from common.engine.kernels.skinny import SkinnyTiling, skinny
 from common.engine.kernels.tiles import key_rows
-from common.engine.kernels.tuning import Kind, Tuning
+from common.engine.kernels.tuning import INVARIANT_RUN, Kind, Tuning
 from common.engine.linear import FEW_ROWS, Linear
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
@@ -28,7 +28,11 @@ _Runs = tuple[PrefillTiling, torch.Tensor, torch.Tensor, int]
 class TritonBackend(PlainProducts):
     """Activations are in the type of the weights; what is between a load and a store is float32."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, batch_invariant: bool = False, run: int = INVARIANT_RUN) -> None:
+        """If `batch_invariant`, a token's numbers have the same bits whatever is computed beside it, in a chunk of any
+        size or as a decode token: products are those of `Linear`, which must be so, too, and contexts are cut at the
+        multiples of `run` keys. The other kernels compute each row by itself in any case."""
+        self._invariant, self.run = batch_invariant, run
         on_gpu = device.type == "cuda"
         # The interpreter, which tests use, has one processor. A higher number lets it split contexts as a GPU would.
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
@@ -77,9 +81,10 @@ class TritonBackend(PlainProducts):
         return None
 
     def _skinny(self, kind: Kind, x_MK: torch.Tensor, linear: Linear) -> SkinnyTiling | None:
-        """How the kernel for few rows is cut; None where torch is to multiply: it does if nothing was measured."""
+        """How the kernel for few rows is cut; None where `linear` is to multiply: if nothing was measured, or the
+        backend is batch-invariant."""
         num_rows, inputs = x_MK.shape
-        if num_rows > FEW_ROWS:
+        if self._invariant or num_rows > FEW_ROWS:
             return None
         outputs = linear.out_features
         return self._tuning.skinny(kind, rows=num_rows, outputs=outputs, inputs=inputs, itemsize=x_MK.itemsize)
@@ -133,9 +138,10 @@ class TritonBackend(PlainProducts):
         seq_lens_B = batch.seq_lens_B[:num]
         if window not in self._decode_runs:
             longest = max(batch.seq_lens[:num])
-            tiling = self._tuning.decode(
-                **_shape(q_THD, kv_layer), num_rows=num * num_kv_heads, max_seq_len=longest
-            )  # fmt: skip
+            shape = _shape(q_THD, kv_layer)
+            tiling = self._tuning.decode(**shape, num_rows=num * num_kv_heads, max_seq_len=longest)
+            if self._invariant:
+                tiling, _ = self._invariant_tilings(shape)
             runs = tiling.runs(
                 seq_lens_B,
                 window=window,
@@ -169,6 +175,8 @@ class TritonBackend(PlainProducts):
         if window not in self._runs:
             shape = _shape(q_THD, kv_layer)
             tiling = self._tuning.prefill(**shape)
+            if self._invariant:
+                _, tiling = self._invariant_tilings(shape)
             self._runs[window] = self._cut(batch, tiling, shape["group"], kv_layer.shape[1], window)
         tiling, runs_R5, splits_S4, num_places = self._runs[window]
         prefill_attention(
@@ -185,6 +193,12 @@ class TritonBackend(PlainProducts):
             tiling=tiling,
             out_THD=out_THD,
             rows=self._rows_of(kv_layer, tiling) if tiling.copy_engine else None,
+        )
+
+    def _invariant_tilings(self, shape: dict[str, int]) -> tuple[DecodeTiling, PrefillTiling]:
+        """For decode tokens, and for chunks."""
+        return self._tuning.invariant(
+            head_dim=shape["head_dim"], itemsize=shape["itemsize"], block_size=shape["block_size"], run=self.run
         )
 
     def _rows_of(self, kv_layer: torch.Tensor, tiling: PrefillTiling) -> TensorDescriptor:
@@ -217,7 +231,8 @@ class TritonBackend(PlainProducts):
         tiles = query_tiles(
             batch.query_lens, batch.seq_lens, tiling.num_tokens(group), tiling.tile, window, self._num_decodes
         )
-        runs = query_runs(tiles, longest_run(tiles, num_kv_heads, self._num_processors, tiling.least_tiles))
+        longest = tiling.run_tiles or longest_run(tiles, num_kv_heads, self._num_processors, tiling.least_tiles)
+        runs = query_runs(tiles, longest, aligned=tiling.run_tiles > 0)
         splits, device = runs.splits, batch.query_start_B1.device
         if not self._combines:
             splits, self._combines = splits or [(0, 0, 0, 0)], True  # nothing to combine, but compiled: in a warm-up

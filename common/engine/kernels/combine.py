@@ -12,9 +12,6 @@ import triton.language as tl
 
 from common.engine.kernels.tiles import await_inputs, early, padded
 
-_AT_ONCE = tl.constexpr(16)
-"""Number of partial results that are read at a time."""
-
 
 def combine(
     partial_PKRD: torch.Tensor,
@@ -22,12 +19,16 @@ def combine(
     splits_S4: torch.Tensor,
     group: int,
     out_THD: torch.Tensor,
+    at_once: int = 16,
 ) -> None:
     """Combine the partial results of tokens whose contexts are cut, and write their attention to `out_THD`.
 
     A row of `splits_S4` is (first token, tokens, first place, places). A result with a single place is left as it is. A
     place has weighted sums of values in `partial_PKRD`. In `stats_PKR2` it has, for each row, the largest exponent,
     base 2, and the sum of the weights.
+
+    Results are read `at_once` at a time. With one at a time they are added in the order of their places, and those of
+    runs in which a row sees no key, before or after the others, change no bit.
     """
     _, num_kv_heads, num_rows, head_dim = partial_PKRD.shape
     _combine[num_rows, num_kv_heads, splits_S4.shape[0]](
@@ -40,6 +41,7 @@ def combine(
         out_THD.stride(1),
         D=head_dim,
         D_PAD=padded(head_dim),
+        AT_ONCE=at_once,
         num_warps=4,
         **early(),
     )
@@ -56,6 +58,7 @@ def _combine(
     out_stride_h,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Combine one row of one result."""
@@ -71,8 +74,8 @@ def _combine(
     highest = float("-inf")
     total = 0.0
     acc_D = tl.zeros([D_PAD], tl.float32)
-    for begin in range(0, num_places, _AT_ONCE):
-        each = begin + tl.arange(0, _AT_ONCE)
+    for begin in range(0, num_places, AT_ONCE):
+        each = begin + tl.arange(0, AT_ONCE)
         used_P = each < num_places
         row_P = ((first_place + each) * tl.num_programs(1) + kv_head) * tl.num_programs(0) + row
         max_P = tl.load(stats_ptr + row_P * 2, mask=used_P, other=float("-inf"))

@@ -1,7 +1,8 @@
 """Attention of one token per sequence to the paged cache, split along the context ("Flash-Decoding", 2023).
 
-A program computes the query heads of one KV head, for one sequence, over one run of key tiles (`decode_runs`). The grid
-is fixed for a batch, so that a captured graph can be replayed; programs without a run end at once. If a sequence has
+A program computes the query heads of one KV head, for one sequence, over one run of key tiles (`decode_runs`), or one
+after another over several. The grid is fixed for a batch, so that a captured graph can be replayed; programs without a
+run end at once. If a sequence has
 one run, that run writes the output. If it has several, a second kernel combines their results.
 
 Shapes: B sequences, H query heads, K KV heads, G = H / K, D head dimension, M blocks of the longest table, R runs.
@@ -34,6 +35,9 @@ class DecodeTiling:
     """Contexts are split until there are this many programs per multiprocessor."""
     least_tiles: int = 2
     """Least tiles of a run. With fewer, splitting costs more than it gains."""
+    run_tiles: int = 0
+    """Tiles of every run, at whose multiples contexts are split, and whose results are added in the order of positions;
+    0: as many as the batch asks for."""
 
     def runs(
         self, seq_lens_B: torch.Tensor, *, window: int | None, max_seq_len: int, num_kv_heads: int, num_processors: int
@@ -47,6 +51,7 @@ class DecodeTiling:
             tile=self.tile,
             wanted=max(1, round(self.programs_per_processor * num_processors / num_kv_heads)),
             least_tiles=self.least_tiles,
+            run_tiles=self.run_tiles,
         )
 
 
@@ -74,7 +79,7 @@ def decode_attention(
     assert q_BHD.stride(2) == out_BHD.stride(2) == block_tables_BM.stride(1) == 1
     partial = q_BHD.new_empty(most_runs, num_kv_heads, group, head_dim, dtype=torch.float32)
     stats = q_BHD.new_empty(most_runs, num_kv_heads, group, 2, dtype=torch.float32)
-    _decode[num_kv_heads, most_runs](
+    _decode[num_kv_heads, runs.num_programs](
         q_BHD,
         kv_layer,
         block_tables_BM,
@@ -100,12 +105,13 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
         WIDEN=widens(q_BHD),
+        IN_TURN=runs.num_programs < most_runs,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **early(),
     )
     if most_runs > batch:
-        combine(partial, stats, runs.splits_B4, group, out_BHD)
+        combine(partial, stats, runs.splits_B4, group, out_BHD, 1 if tiling.run_tiles else 16)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -135,12 +141,59 @@ def _decode(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WIDEN: tl.constexpr,
+    IN_TURN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Compute a run, or IN_TURN several."""
     await_inputs(EARLY)
-    kv_head, run = tl.program_id(0), tl.program_id(1)
-    if run >= tl.load(num_runs_ptr):
-        return
+    num_runs = tl.load(num_runs_ptr)
+    if IN_TURN:
+        for run in range(tl.program_id(1), num_runs, tl.num_programs(1)):
+            _compute_run(
+                run, q_ptr, kv_ptr, tables_ptr, lens_ptr, runs_ptr, out_ptr, partial_ptr, stats_ptr, scale_log2, window,
+                q_stride_b, q_stride_h, out_stride_b, out_stride_h, block_stride, head_stride, table_stride,
+                GROUP, GROUP_PAD, D, D_PAD, BLOCK_SIZE, TILE, WIDEN,
+            )  # fmt: skip
+    else:
+        if tl.program_id(1) < num_runs:
+            _compute_run(
+                tl.program_id(1), q_ptr, kv_ptr, tables_ptr, lens_ptr, runs_ptr, out_ptr, partial_ptr, stats_ptr,
+                scale_log2, window,
+                q_stride_b, q_stride_h, out_stride_b, out_stride_h, block_stride, head_stride, table_stride,
+                GROUP, GROUP_PAD, D, D_PAD, BLOCK_SIZE, TILE, WIDEN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _compute_run(
+    run,
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    lens_ptr,
+    runs_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    scale_log2,
+    window,
+    q_stride_b,
+    q_stride_h,
+    out_stride_b,
+    out_stride_h,
+    block_stride,
+    head_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Compute one run of keys of one sequence."""
+    kv_head = tl.program_id(0)
     run_ptr = runs_ptr + run * 4
     row = tl.load(run_ptr).to(tl.int64)
     begin, end, alone = tl.load(run_ptr + 1), tl.load(run_ptr + 2), tl.load(run_ptr + 3)
@@ -172,7 +225,7 @@ def _decode(
         place = out_ptr + row * out_stride_b + heads[:, None] * out_stride_h + dims[None, :]
         tl.store(place, out.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        run_G = run.to(tl.int64) * tl.num_programs(0) * GROUP + heads
+        run_G = tl.cast(run, tl.int64) * tl.num_programs(0) * GROUP + heads
         tl.store(partial_ptr + run_G[:, None] * D + dims[None, :], acc_GD, mask=inside)
         one_of_ours = tl.arange(0, GROUP_PAD) < GROUP
         tl.store(stats_ptr + run_G * 2, max_G, mask=one_of_ours)

@@ -5,6 +5,10 @@ tiles that every row sees need no mask; key tiles at the diagonal, or at a windo
 online ("FlashAttention-2", arXiv 2307.08691, algorithm 1). Where the tiles are too few for the device, several programs
 share one tile of queries, each over a run of its keys (`query_runs`).
 
+A key that a row does not see changes no bit of that row: its weight is exactly 0, and the row's sums are multiplied by
+exactly 1, or by anything while they are 0. So a row's result is the same in a tile of keys with a mask and without one,
+and whatever other rows its tile of queries has. It depends on how the keys are cut into runs.
+
 Shapes: T tokens of B slices, H query heads, K KV heads, G = H / K, D head dimension, R runs, S tiles of queries that
 are cut into several.
 """
@@ -49,6 +53,8 @@ class PrefillTiling:
     lie within one block."""
     least_tiles: int = 8
     """Least tiles of keys of a run. With fewer, cutting costs more than it gains."""
+    run_tiles: int = 0
+    """See `DecodeTiling`."""
 
     def num_tokens(self, group: int) -> int:
         """Tokens per tile of queries; at least one."""
@@ -124,7 +130,7 @@ def prefill_attention(
         **early(),
     )
     if splits_S4.shape[0]:
-        combine(partial, stats, splits_S4, group, out_THD)
+        combine(partial, stats, splits_S4, group, out_THD, 1 if tiling.run_tiles else 16)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

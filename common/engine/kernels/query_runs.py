@@ -107,18 +107,21 @@ def busy_for(costs: Sequence[int], num_processors: int) -> int:
     return max(free_at)
 
 
-def query_runs(tiles: Sequence[QueryTile], longest: int) -> QueryRuns:
-    """Cut `tiles` into runs of at most `longest` tiles of keys each."""
+def query_runs(tiles: Sequence[QueryTile], longest: int, *, aligned: bool = False) -> QueryRuns:
+    """Cut `tiles` into runs of at most `longest` tiles of keys each. If `aligned`, runs begin at multiples of
+    `longest`, or where the keys do, so that they do not depend on what else there is to compute."""
     runs, splits, place = [], [], 0
     for tile in tiles:
-        if tile.end - tile.begin <= longest:
+        if aligned:
+            begins = [tile.begin, *range((tile.begin // longest + 1) * longest, tile.end, longest)]
+        else:
+            begins = list(range(tile.begin, tile.end, _run_size(tile, longest)))
+        if len(begins) == 1:
             runs.append((tile.slice_index, tile.first, tile.begin, tile.end, NO_PLACE))
             continue
-        size = _run_size(tile, longest)
-        begins = range(tile.begin, tile.end, size)
         splits.append((tile.token, tile.num_tokens, place, len(begins)))
-        for begin in begins:
-            runs.append((tile.slice_index, tile.first, begin, min(begin + size, tile.end), place))
+        for begin, end in zip(begins, [*begins[1:], tile.end], strict=True):
+            runs.append((tile.slice_index, tile.first, begin, end, place))
             place += 1
     runs.sort(key=lambda run: run[2] - run[3])
     return QueryRuns(runs=runs, splits=splits, num_places=place)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,12 +21,14 @@ import torch
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.skinny import SkinnyTiling
-from common.engine.kernels.tiles import is_hopper_or_later, padded
+from common.engine.kernels.tiles import padded
 
 Kind = Literal["plain", "gate", "onto"]
 """What goes with a product of few rows: nothing, gates after it, or an addition after it."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TABLE = Path(__file__).with_name("tuning.json")
+INVARIANT_RUN = 2048
+"""Keys of a run of attention whose results do not depend on the batch."""
 MEASURED = {(9, 0): "NVIDIA H200"}
 """Compute capability → a GPU of it that is in the table."""
 
@@ -37,7 +40,7 @@ class Tuning:
         self, gpu: str, shared_bytes: int, table: dict[str, Any] | None = None, *, copy_engine: bool = False
     ) -> None:
         """`gpu` is the name that `torch.cuda.get_device_name` gives; `shared_bytes` is the shared memory of a
-        multiprocessor; `copy_engine` is whether it has one for tiles (TMA)."""
+        multiprocessor; `copy_engine` is whether to use the one for tiles (TMA), which was measured on Hopper GPUs."""
         self._shared_bytes, self._copy_engine = shared_bytes, copy_engine
         entries = (_table() if table is None else table).get(gpu, [])
         self._entries = [each for each in entries if each["kernel"] not in KINDS]
@@ -54,7 +57,7 @@ class Tuning:
         """The tilings for the GPU `device`."""
         gpu = torch.cuda.get_device_properties(device)
         name = gpu.name if gpu.name in _table() else MEASURED.get((gpu.major, gpu.minor), gpu.name)
-        return cls(name, gpu.shared_memory_per_multiprocessor, copy_engine=is_hopper_or_later())
+        return cls(name, gpu.shared_memory_per_multiprocessor, copy_engine=gpu.major == 9)
 
     def decode(
         self, *, head_dim: int, itemsize: int, block_size: int, group: int, num_rows: int, max_seq_len: int
@@ -73,6 +76,20 @@ class Tuning:
             tiling = PrefillTiling(**tuned)
             if not tiling.copy_engine or block_size % tiling.tile == 0:
                 return tiling
+        return self._default_prefill(head_dim, itemsize, block_size)
+
+    def invariant(
+        self, *, head_dim: int, itemsize: int, block_size: int, run: int = INVARIANT_RUN
+    ) -> tuple[DecodeTiling, PrefillTiling]:
+        """The tilings for decode tokens and for chunks with which a row has the same bits in both, whatever the batch:
+        with one tile of keys, and runs of `run` keys. The table has none of these."""
+        prefill = self._default_prefill(head_dim, itemsize, block_size)
+        assert run % prefill.tile == 0
+        run_tiles, num_stages = run // prefill.tile, 5 if padded(head_dim) * itemsize <= 256 else 3
+        decode = DecodeTiling(tile=prefill.tile, num_stages=num_stages, run_tiles=run_tiles)
+        return decode, replace(prefill, run_tiles=run_tiles)
+
+    def _default_prefill(self, head_dim: int, itemsize: int, block_size: int) -> PrefillTiling:
         if itemsize == 4:  # float32: three TF32 products for each one, so more rows do not fit into the registers
             return PrefillTiling(rows=16, tile=32 if padded(head_dim) <= 128 else 16, num_warps=4)
         if padded(head_dim) <= 128 and self._copy_engine and block_size % PrefillTiling().tile == 0:

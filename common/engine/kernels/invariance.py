@@ -1,0 +1,77 @@
+"""A look, as a batch-invariant worker starts, at whether its GPU gives a row the same bits in tiles of every size.
+
+Tiles of 16 and of 64 rows are multiplied by different instructions of some GPUs. That these sum alike is nothing that
+their makers promise, so a few products and rows of attention are computed in several ways.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from common.contract.errors import OperatorError
+from common.contract.kv_layout import KVLayout
+from common.engine.backend import Backend
+from common.engine.batch import Slice
+from common.engine.kernels.backend import TritonBackend
+from common.engine.kernels.matmul import matmul
+from common.engine.kv_cache import TORCH_DTYPES, KVCache
+from common.engine.ragged import Rows
+
+_ROWS = (1, 16, 17, 64, 65, 200)
+_INPUTS, _OUTPUTS = 1024, 256
+_CHUNK = 48
+"""Tokens of a chunk, which are computed one by one and five at a time as well."""
+
+
+def require_invariance(backend: Backend, layout: KVLayout, num_heads: int, device: torch.device) -> None:
+    """Raise `OperatorError` if `backend`, which is batch-invariant, does not give the same bits on this device.
+
+    `layout` and `num_heads` are those of the model. Its own generator draws what is multiplied.
+    """
+    assert isinstance(backend, TritonBackend)
+    generator = torch.Generator(device).manual_seed(0)
+    different = [
+        *(["products"] if _products_differ(TORCH_DTYPES[layout.dtype], generator) else []),
+        *(["attention"] if _attention_differs(backend, layout, num_heads, generator) else []),
+    ]
+    if different:
+        raise OperatorError(
+            f"--batch-invariant cannot be had on this device: {' and '.join(different)} of the same row have other "
+            "bits in a larger batch"
+        )
+
+
+def _random(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device).to(dtype)
+
+
+def _products_differ(dtype: torch.dtype, generator: torch.Generator) -> bool:
+    x_MK = _random(max(_ROWS), _INPUTS, dtype=dtype, generator=generator)
+    weight_NK = _random(_OUTPUTS, _INPUTS, dtype=dtype, generator=generator)
+    whole = matmul(x_MK, weight_NK)
+    return any(not torch.equal(matmul(x_MK[:rows], weight_NK), whole[:rows]) for rows in _ROWS)
+
+
+def _attention_differs(backend: TritonBackend, layout: KVLayout, num_heads: int, generator: torch.Generator) -> bool:
+    """The tokens about the end of a second run: as a chunk, in smaller ones, and as decode tokens."""
+    length, size = 2 * backend.run + _CHUNK // 2, layout.block_size
+    table = list(range(layout.blocks_for(length)))
+    one_layer = KVLayout(
+        num_layers=1, num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim, block_size=size, dtype=layout.dtype
+    )
+    kv_layer = KVCache(one_layer, len(table), generator.device).layer(0)
+    kv_layer.normal_(generator=generator)
+    first, scale = length - _CHUNK, layout.head_dim**-0.5
+    q_THD = _random(_CHUNK, num_heads, layout.head_dim, dtype=kv_layer.dtype, generator=generator)
+
+    def attended(tokens_at_once: int) -> torch.Tensor:
+        starts = range(first, length, tokens_at_once)
+        ends = [min(start + tokens_at_once, length) for start in starts]
+        slices = [
+            Slice(token_ids=[0] * (end - start), start=start, block_table=table)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        return backend.attend(q_THD, kv_layer, Rows.of(slices, size).on(generator.device), None, scale)
+
+    whole = attended(_CHUNK)
+    return any(not torch.equal(attended(tokens), whole) for tokens in (1, 5))
