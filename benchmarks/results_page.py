@@ -39,6 +39,8 @@ def source(runs: Sequence[Run]) -> str:
     for run in runs:
         machine = run["machine"]
         where = f"{machine['cpu']}, {machine['cores']} cores, {instructions(machine.get('cpu_flags', ()))}"
+        if gpu := run.get("workload", {}).get("gpu"):
+            where = f"{gpu}, {where}"
         lines.append(f"`{run['command']}`, commit {run['commit'][:7]}, product {run['product'][:8]}, {where}")
     return "\n" + "\\\n".join(lines) + "\n"
 

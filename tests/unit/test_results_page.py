@@ -71,7 +71,10 @@ def test_a_table_has_its_run_below_it(tmp_path: Path, monkeypatch: pytest.Monkey
     lines = part("steady").splitlines()
     assert "![Memory of each process over the requests](results/steady.svg)" in lines
     assert "| gateway | 10 | 11 | 13 |" in lines
-    assert "`python -m benchmarks.steady`, commit 0123456, product abcdef01, Abacus, 3 cores, AVX2" in lines
+    told = "`python -m benchmarks.steady`, commit 0123456, product abcdef01, "
+    assert f"{told}Abacus, 3 cores, AVX2" in lines
+    (tmp_path / "steady.json").write_text(json.dumps(run | {"workload": {"gpu": "Slide rule"}}))
+    assert f"{told}Slide rule, Abacus, 3 cores, AVX2" in part("steady").splitlines()
 
 
 def test_overload_adds_counts_up_and_tells_the_worst_of_what_is_promised() -> None:

@@ -45,7 +45,7 @@ class TritonBackend(PlainProducts):
         self._decode_runs: dict[int | None, tuple[DecodeTiling, DecodeRuns]] = {}
         """Those of decode attention."""
         self._key_rows: dict[tuple[int, int], TensorDescriptor] = {}
-        """Of the layers that prompts have been attended in, by their address and the tiling's tile."""
+        """`key_rows` of layers that prompts have been attended in, by the address of the layer and the tile."""
         self._captured = False
         """Whether `_batch` is computed by a graph that is being captured."""
         self._combines = False
