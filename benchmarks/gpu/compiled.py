@@ -25,13 +25,12 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.products import MODELS, Product, Scene
 from common.contract.kv_layout import KVLayout
-from common.engine.kernels import layer, sampler
+from common.engine.kernels import layer, sampler, tiles
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.matmul import matmul
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
-from common.engine.kernels.query_runs import query_runs, query_tiles
+from common.engine.kernels.query_runs import aligned_runs, query_runs, query_tiles
 from common.engine.kernels.skinny import SkinnyTiling
-from common.engine.kernels.tiles import INTERPRETED, is_hopper_or_later
 from common.engine.kernels.tuning import INVARIANT_RUN, Tuning
 from common.engine.kv_cache import KVCache
 from common.engine.linear import FEW_ROWS, MANY_ROWS
@@ -84,6 +83,8 @@ class Case:
     tiling: DecodeTiling | PrefillTiling | SkinnyTiling | None = None
     """By default what an unknown GPU has."""
     product: Product | None = None
+    early: bool = False
+    """Whether kernels are launched early (`tiles.early`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ def default_cases(capability: int) -> Iterator[Case]:
 
 def compile_all(cases: Sequence[Case]) -> Iterator[list[Binary]]:
     """The binaries of each case. They are compiled by as many processes as there are cores."""
-    assert not INTERPRETED, "unset TRITON_INTERPRET"
+    assert not tiles.INTERPRETED, "unset TRITON_INTERPRET"
     with ProcessPoolExecutor(
         max_workers=min(len(cases), os.cpu_count() or 1),
         mp_context=multiprocessing.get_context("spawn"),
@@ -172,7 +173,8 @@ def _compile_only() -> None:
 def _binaries(case: Case) -> list[Binary]:
     _compiled.clear()
     driver.set_active(_Target(case.capability))
-    is_hopper_or_later.cache_clear()
+    tiles.is_hopper_or_later.cache_clear()
+    tiles.LAUNCHES_EARLY = case.early
     if case.kernel in ("decode", "prefill"):
         shared_bytes = Multiprocessor.of(case.capability).shared_bytes
         _attend(case, Tuning("", shared_bytes, copy_engine=case.capability == 90))
@@ -215,7 +217,8 @@ def _chunk(
 ) -> None:
     """Attention of a chunk whose keys are cut into two runs."""
     length, num_tokens = 2 * tiling.tile, tiling.num_tokens(q.shape[1] // _KV_HEADS)
-    runs = query_runs(query_tiles([2], [length], num_tokens, tiling.tile, None), 1, aligned=aligned)
+    of_queries = query_tiles([2], [length], num_tokens, tiling.tile, None)
+    runs = aligned_runs(of_queries, 1, 2)[0] if aligned else query_runs(of_queries, 1)
     prefill_attention(
         q, kv_layer, tables[:1], torch.tensor([0, 2]), torch.tensor([length]),
         torch.tensor(runs.runs, dtype=torch.int32), torch.tensor(runs.splits, dtype=torch.int32),

@@ -93,6 +93,7 @@ def early(model: str) -> Iterator[dict[str, Any]]:
         runner, _ = make_runner(SHAPES[model], graphs=True)
         made.append({batch: decoded(runner, batch, PROFILED_CONTEXT, STEPS) for batch in PROFILED})
         del runner
+        gc.collect()
         torch.cuda.empty_cache()
     for batch in PROFILED:
         (plain_s, plain), (early_s, others) = (each[batch] for each in made)

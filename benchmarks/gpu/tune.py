@@ -48,7 +48,7 @@ def attention(out: str) -> Iterator[dict[str, Any]]:
     """For each head dimension, an entry for a chunk at the end of a context, and one for each shape of decode
     attention. Each is written to the table, and to its copy in the folder `out`."""
     candidates: dict[str, list[DecodeTiling] | list[PrefillTiling]] = {
-        "prefill": prefill_candidates(), "decode": decode_candidates()
+        "prefill": prefill_candidates(_capability()), "decode": decode_candidates()
     }  # fmt: skip
     cases = {
         (kernel, dim): _cases(tilings, kernel=kernel, head_dim=dim, block_size=_BLOCK_SIZE, group=heads.group)
@@ -113,8 +113,16 @@ def decode_candidates() -> list[DecodeTiling]:
     ]
 
 
-def prefill_candidates() -> list[PrefillTiling]:
-    """The candidate tilings of prefill attention; without a copy engine few have come near the others."""
+def prefill_candidates(capability: int) -> list[PrefillTiling]:
+    """The candidate tilings of prefill attention. On a Hopper GPU most are those of the copy engine, to which few
+    others have come near. Elsewhere those are left out that spill at every head dimension: they keep many rows in the
+    registers of few threads."""
+    if capability != 90:
+        return [
+            PrefillTiling(rows=rows, tile=tile, num_warps=warps, num_stages=stages)
+            for rows, tile, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 5))
+            if tile == 32 or (rows < 256 and (rows < 128 or warps == 8))
+        ]
     copied = [
         PrefillTiling(rows=rows, tile=tile, num_warps=warps, num_stages=stages, copy_engine=True)
         for rows, tile, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3, 4))
@@ -134,8 +142,12 @@ def product_candidates(product: Product, num_processors: int) -> list[SkinnyTili
 
 
 def _cases(tilings: Sequence[Any], **shape: Any) -> list[Case]:
+    return [Case(capability=_capability(), tiling=tiling, **shape) for tiling in tilings]
+
+
+def _capability() -> int:
     major, minor = torch.cuda.get_device_capability()
-    return [Case(capability=10 * major + minor, tiling=tiling, **shape) for tiling in tilings]
+    return 10 * major + minor
 
 
 def fitting(cases: Mapping[_Key, Sequence[Case]]) -> dict[_Key, list[Any]]:

@@ -9,7 +9,7 @@ from common.engine.native import Kernels
 from common.engine.native.backend import NativeBackend
 
 
-def backend_on(device: torch.device, kernels: Kernels | None, batch_invariant: bool = False) -> Backend:
+def backend_on(device: torch.device, kernels: Kernels | None, *, batch_invariant: bool) -> Backend:
     """The backend of a device; on a CPU it computes with `kernels`, if there are any. See `TritonBackend` for
     `batch_invariant`; attention on a CPU is so in any case."""
     if device.type != "cpu":

@@ -361,7 +361,7 @@ def _run(arguments: _RankArguments) -> None:
     cache = KVCache(layout, num_blocks, device, shard, [_cache_memory(arguments, handles)])
     swap = HostSwap(shard.layout(layout), num_host_blocks, device)
     decoder = Decoder(config, weights, group, cache.num_slots)
-    follow(Executor(decoder, cache, swap, backend_on(device, own, batch_invariant), group), orders)
+    follow(Executor(decoder, cache, swap, backend_on(device, own, batch_invariant=batch_invariant), group), orders)
 
 
 def _cache_memory(arguments: _RankArguments, handles: Sequence[int]) -> torch.Tensor:

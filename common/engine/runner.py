@@ -324,11 +324,12 @@ def load_runner(
                 f"no memory for a KV cache of {kv_cache_bytes} bytes and a swap space of {swap_bytes}: {error}"
             ) from error
         grammars = Grammars.load(folder, config.vocab_size, config.eos_token_ids) if structured_output else None
-        decoder, backend = Decoder(config, weights, together, cache.num_slots), backend_on(on, kernels, batch_invariant)
+        decoder = Decoder(config, weights, together, cache.num_slots)
+        backend = backend_on(on, kernels, batch_invariant=batch_invariant)
         if on.type == "cuda" and batch_invariant:
             from common.engine.kernels.invariance import require_invariance  # here, so that only a GPU needs triton
 
-            require_invariance(backend, own_layout, config.num_heads // width, on)
+            require_invariance(backend_on(on, kernels, batch_invariant=True), own_layout, config.num_heads // width, on)
         if ranks is None or together is None:
             executor = Executor(decoder, cache, swap, backend)
         else:

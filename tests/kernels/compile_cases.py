@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 from benchmarks.gpu.compiled import Case, compile_all
 from benchmarks.gpu.products import MODELS
+from common.engine.kernels.decode_attention import DecodeTiling
+from common.engine.kernels.tuning import TABLE
 
 CASES = [
     Case(capability=90, kernel="prefill", head_dim=256, block_size=16),
@@ -20,6 +22,13 @@ CASES = [
     Case(capability=90, kernel="decode", dtype="float32", head_dim=256),
     Case(capability=120, kernel="decode", head_dim=256),
     Case(capability=90, kernel="layer"),
+    *(Case(capability=90, kernel=kernel, early=True) for kernel in ("prefill", "decode", "layer")),
+    *(Case(capability=90, kernel="product", product=product, early=True) for product in MODELS["llama-3-8b"][1:3]),
+    *(
+        Case(capability=90, kernel="decode", head_dim=each["head_dim"], tiling=DecodeTiling(**each["tiling"]))
+        for each in json.loads(TABLE.read_text())["NVIDIA H200"]
+        if each["kernel"] == "decode"
+    ),
     Case(capability=90, kernel="sampler"),
     *(Case(capability=90, kernel="product", product=product) for product in MODELS["llama-3-8b"][:4]),
 ]

@@ -101,3 +101,24 @@ def test_the_table_is_asked_once_a_step_for_each_window(device: torch.device, mo
         for window in (None, 7, None, 7):
             scene.attend(backend, batch, window)
     assert asked == 2 * ["decode", "prefill", "decode", "prefill"]
+
+
+def test_a_copy_engine_loads_each_layer_from_its_own_memory(device: torch.device) -> None:
+    """Which is described once; blocks of 64 tokens in float16, as the copy engine takes them."""
+    generator = torch.Generator().manual_seed(5)
+    cache = torch.randn(5, KV_HEADS, 3, 2, 64, HEAD_DIM, generator=generator).to(device, torch.float16)
+    backend, tables, lens, queries = TritonBackend(device), [[3, 0, 4], [2]], [150, 30], [70, 30]
+    if device.type == "cpu":
+        backend._tuning = Tuning("", 228 * 2**10, copy_engine=True)
+    slices = [
+        Slice(token_ids=[0] * num, start=length - num, block_table=table)
+        for num, length, table in zip(queries, lens, tables, strict=True)
+    ]
+    for window in (None, 50):
+        for layer in (0, 2, 0):
+            q_THD = torch.randn(100, HEADS, HEAD_DIM, generator=generator).to(device, torch.float16)
+            batch = Rows.of(slices, 64).on(device)
+            out = backend.attend(q_THD, cache[:, :, layer], batch, window, SCALE)
+            expected = attention(q_THD, cache[:, :, layer], tables, queries, lens, window, SCALE)
+            assert error(out, expected) < TOLERANCE[torch.float16]
+    assert device.type == "cuda" or len(backend._descriptors) == 2

@@ -51,7 +51,8 @@ def test_what_a_kernel_uses_is_in_registers(binaries: list[dict[str, Any]]) -> N
     """But for prefill attention with a copy engine, which is fastest with rows that nearly fit; `tune` says why."""
     for each in binaries:
         on_hopper = each["capability"] == 90 and each["dtype"] == "bfloat16"
-        most = (MOST_STACK_BYTES if each["kernel"] == "prefill" else 16) if on_hopper else 160
+        copied = on_hopper and each["kernel"] == "prefill" and each["block_size"] == 64 and each["head_dim"] <= 128
+        most = MOST_STACK_BYTES if copied else 16 if on_hopper else 160
         assert each["stack_bytes"] <= most, each
 
 

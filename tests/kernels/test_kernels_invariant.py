@@ -30,7 +30,7 @@ from common.engine.kernels.backend import TritonBackend
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.invariance import require_invariance
 from common.engine.kernels.matmul import matmul
-from common.engine.kernels.query_runs import query_runs, query_tiles
+from common.engine.kernels.query_runs import NO_PLACE, aligned_runs, query_runs, query_tiles
 from common.engine.kernels.tuning import INVARIANT_RUN, Tuning
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
@@ -127,7 +127,17 @@ def test_a_row_attends_with_the_same_bits_in_every_batch(
 ) -> None:
     multiply_in_order(monkeypatch)
     scene = Scene(device, [100, 70, 33], dtype, heads)
-    assert differences(TritonBackend(device, batch_invariant=True, run=RUN), scene, window) == set()
+    assert differences(TritonBackend(device, batch_invariant=True, run_keys=RUN), scene, window) == set()
+
+
+def test_partial_results_in_parts_give_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_in_order(monkeypatch)
+    scene, backend = Scene(device, [200], torch.float32), TritonBackend(device, batch_invariant=True, run_keys=RUN)
+    (whole,) = scene.attend(backend, [(0, 0, 200)], None)
+    monkeypatch.setattr("common.engine.kernels.backend._MOST_PARTIAL_BYTES", 1)
+    (parts,) = scene.attend(backend, [(0, 0, 200)], None)
+    assert len(backend._runs[None][1]) > 1
+    assert torch.equal(whole, parts)
 
 
 def test_without_invariance_the_bits_depend_on_the_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +149,7 @@ def test_without_invariance_the_bits_depend_on_the_batch(device: torch.device, m
 
 def test_a_place_that_nobody_has_gets_zeros(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(device, [40, 40], torch.float32)
-    backend = TritonBackend(device, batch_invariant=True, run=RUN)
+    backend = TritonBackend(device, batch_invariant=True, run_keys=RUN)
     slices = [Slice(token_ids=[0], start=20, block_table=table) for table in scene.tables]
     batch = Rows.of(slices, BLOCK_SIZE).on(device)
     batch.seq_lens_B[1] = 0
@@ -164,7 +174,7 @@ def test_runs_that_the_device_makes_are_those_of_the_host(
     made = tiling.runs(
         torch.tensor(lens, device=device), window=window, max_seq_len=longest, num_kv_heads=2, num_processors=8
     )
-    expected = query_runs(query_tiles([1] * len(lens), lens, 1, tile, window), RUN // tile, aligned=True)
+    (expected,) = aligned_runs(query_tiles([1] * len(lens), lens, 1, tile, window), RUN // tile, 10**6)
     num = int(made.num_runs_1)
     runs = made.runs_R4[:num].tolist()
     assert sorted(run[:3] for run in runs) == sorted([run[0], run[2], run[3]] for run in expected.runs)
@@ -183,10 +193,23 @@ def test_runs_begin_at_fixed_positions() -> None:
     """Whatever else is computed; without alignment they follow from the number of keys."""
     for window in (None, 500):
         tiles = query_tiles([60], [1050], 8, 16, window)
-        aligned = {begin for _, _, begin, _, _ in query_runs(tiles, 16, aligned=True).runs}
+        aligned = {begin for runs in aligned_runs(tiles, 16, 10) for _, _, begin, _, _ in runs.runs}
         fixed = {*range(0, 80, 16), *(tile.begin for tile in tiles)}
         assert aligned <= fixed
         assert not {begin for _, _, begin, _, _ in query_runs(tiles, 16).runs} <= fixed
+
+
+def test_partial_results_of_long_prompts_take_a_bounded_memory() -> None:
+    tiles = query_tiles([60, 9], [1050, 10], 8, 16, None)
+    whole = aligned_runs(tiles, 16, 10**6)
+    assert len(whole) == 1
+    parts = aligned_runs(tiles, 16, 12)
+    assert len(parts) > 1
+    assert max(each.num_places for each in parts) <= 12
+    assert sorted(run[:4] for each in parts for run in each.runs) == sorted(run[:4] for run in whole[0].runs)
+    for each in parts:
+        assert sorted(run[4] for run in each.runs if run[4] != NO_PLACE) == list(range(each.num_places))
+    assert [each.num_places for each in aligned_runs(tiles[:1], 16, 1)] == [5], "a tile of queries is not parted"
 
 
 def test_the_tilings_cut_keys_alike() -> None:
@@ -204,24 +227,32 @@ def test_a_worker_looks_at_start_whether_its_gpu_gives_the_same_bits(
 ) -> None:
     multiply_in_order(monkeypatch)
     layout = KVLayout(num_layers=3, num_kv_heads=1, head_dim=16, block_size=BLOCK_SIZE, dtype="float32")
-    require_invariance(TritonBackend(device, batch_invariant=True, run=RUN), layout, 2, device)
+    require_invariance(TritonBackend(device, batch_invariant=True, run_keys=RUN), layout, 2, device)
     with pytest.raises(OperatorError, match="attention of the same row"):
-        require_invariance(TritonBackend(device, run=RUN), layout, 2, device)
+        require_invariance(TritonBackend(device, run_keys=RUN), layout, 2, device)
 
     def other_bits(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         return matmul(x_MK, weight_NK) * (1 + 2**-20 * (x_MK.shape[0] > 16))
 
     monkeypatch.setattr(invariance, "matmul", other_bits)
     with pytest.raises(OperatorError, match="products of the same row"):
-        require_invariance(TritonBackend(device, batch_invariant=True, run=RUN), layout, 2, device)
+        require_invariance(TritonBackend(device, batch_invariant=True, run_keys=RUN), layout, 2, device)
 
 
 class Computation:
     """A model whose steps are watched: what they compute of sequence 0."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: str, lens: Sequence[int], run: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: str,
+        lens: Sequence[int],
+        run: int,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
         config = ModelConfig.from_folder(folder)
-        layout = config.layout(BLOCK_SIZE, dtype)
+        layout = config.layout(block_size, dtype)
         weights = load_weights(config, folder, dtype, device, batch_invariant=True)
         for layer in weights.layers:  # a larger model attends to as many tokens as a small one, not to one alone
             layer.qkv.weight.mul_((64 / config.hidden_size) ** 0.5)
@@ -231,7 +262,7 @@ class Computation:
         generator = torch.Generator().manual_seed(3)
         self.tokens = [torch.randint(5, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lens]
         cache, swap = KVCache(layout, sum(counts), device), HostSwap(layout, 0, device)
-        backend = TritonBackend(device, batch_invariant=True, run=run)
+        backend = TritonBackend(device, batch_invariant=True, run_keys=run)
         self.runner = ModelRunner(Executor(Decoder(config, weights), cache, swap, backend))
         executor = self.runner.executor
         if device.type == "cuda":
@@ -255,7 +286,7 @@ class Computation:
                 )
                 for sequence, start, end in pieces
             ]  # fmt: skip
-            computed = self.runner.executor.compute(Rows.of(slices, BLOCK_SIZE), nothing)
+            computed = self.runner.executor.compute(Rows.of(slices, self.runner.layout.block_size), nothing)
             for row, (sequence, _, end) in enumerate(pieces):
                 if sequence == 0:
                     logits[end - 1] = computed.logits_RV[row].float().clone()
@@ -303,13 +334,14 @@ def test_a_sequence_has_the_same_bits_however_it_is_computed(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_on_a_gpu_a_sequence_has_the_same_bits_however_it_is_computed(family: str, tmp_path: Path) -> None:
-    """Contexts of more than two runs, in bfloat16, with captured graphs, and tiles of all sizes."""
+    """Contexts of more than two runs, in bfloat16, with captured graphs, tiles of all sizes, and blocks as a GPU has by
+    default, which a copy engine loads."""
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "head_dim": 128, "num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 8192}
     sizes |= {"sliding_window": 3000} if family == "mistral" else {}
     folder = make_checkpoint(family, tmp_path / family, dtype="bfloat16", **sizes)
     length, others = 2 * INVARIANT_RUN + 500, [900 + 7 * index for index in range(150)]
-    computation = Computation(folder, torch.device("cuda"), "bfloat16", [length, *others], INVARIANT_RUN)
+    computation = Computation(folder, torch.device("cuda"), "bfloat16", [length, *others], INVARIANT_RUN, 64)
     rows: list[Piece] = [(index, size - 1, size) for index, size in enumerate(others, start=1)]
     whole: list[list[Piece]] = [[(0, 0, length)]]
     chunks: list[list[Piece]] = [[piece] for piece in whole_of(length, 1, 2000, 48, 17, 700, 64, 129, 1000)]

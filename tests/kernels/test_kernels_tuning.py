@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 import triton
 
 from common.engine.kernels.decode_attention import DecodeTiling
@@ -66,13 +69,22 @@ def test_a_copy_engine_loads_tiles_that_lie_within_a_block() -> None:
     ):
         assert each.prefill(**shape).copy_engine
         assert not each.prefill(**shape | {"block_size": 16}).copy_engine
+    assert not Tuning("", ROOMY, copy_engine=True).prefill(**shape | {"head_dim": 100}).copy_engine, "rows of 200 bytes"
     assert not Tuning("", ROOMY).prefill(**shape).copy_engine
     assert not Tuning("", ROOMY, copy_engine=True).prefill(**shape | {"itemsize": 4}).copy_engine
 
 
-def test_a_gpu_that_was_measured_stands_for_its_compute_capability() -> None:
+def test_a_gpu_that_was_measured_stands_for_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     table = json.loads(COMMITTED.read_text())
     assert all(table[name] for name in MEASURED.values())
+
+    def of(name: str, major: int) -> Tuning:
+        gpu = SimpleNamespace(name=name, major=major, minor=0, shared_memory_per_multiprocessor=ROOMY)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        return Tuning.of(torch.device("cuda"))
+
+    assert decode_of(of("NVIDIA H200", 9)) == decode_of(of("NVIDIA H100 80GB HBM3", 9)) != DecodeTiling()
+    assert decode_of(of("NVIDIA A100", 8)) == DecodeTiling()
 
 
 def test_large_heads_have_smaller_tiles_where_there_is_less_shared_memory() -> None:

@@ -140,7 +140,7 @@ def test_no_step_meets_a_kernel_that_was_not_warmed_up(
     checkpoint: Callable[[str], Path], family: str, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     invariant = gpu == "invariant"
-    backend = TritonBackend(CPU, batch_invariant=invariant, run=256)
+    backend = TritonBackend(CPU, batch_invariant=invariant, run_keys=256)
     keep_rows(monkeypatch)
     runner = runner_of(checkpoint(family), backend, batch_invariant=invariant)
     of_products = skinny_entries(runner.executor.decoder._weights, 2, PRODUCTS)

@@ -423,15 +423,20 @@ async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
 
 def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every rank, each of which has a backend."""
-    monkeypatch.setattr("common.engine.kernels.backend.TritonBackend", lambda device, **_: device)
+    made = []
+    monkeypatch.setattr(
+        "common.engine.kernels.backend.TritonBackend", lambda device, batch_invariant: made.append(batch_invariant)
+    )
     products = torch.backends.cuda.matmul
     was = products.allow_bf16_reduced_precision_reduction
     products.allow_bf16_reduced_precision_reduction = True
     try:
-        backend_on(torch.device("cpu"), None)
+        backend_on(torch.device("cpu"), None, batch_invariant=True)
         assert products.allow_bf16_reduced_precision_reduction
-        backend_on(torch.device("cuda", 1), None)
+        backend_on(torch.device("cuda", 1), None, batch_invariant=True)
+        backend_on(torch.device("cuda", 1), None, batch_invariant=False)
         assert not products.allow_bf16_reduced_precision_reduction
+        assert made == [True, False]
     finally:
         products.allow_bf16_reduced_precision_reduction = was
 

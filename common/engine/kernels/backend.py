@@ -13,26 +13,28 @@ from common.engine.kernels import layer, sampler
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
 from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
-from common.engine.kernels.query_runs import longest_run, query_runs, query_tiles
+from common.engine.kernels.query_runs import aligned_runs, longest_run, query_runs, query_tiles
 from common.engine.kernels.skinny import SkinnyTiling, skinny
-from common.engine.kernels.tiles import key_rows
+from common.engine.kernels.tiles import describe, padded
 from common.engine.kernels.tuning import INVARIANT_RUN, Kind, Tuning
 from common.engine.linear import FEW_ROWS, Linear
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
 
-_Runs = tuple[PrefillTiling, torch.Tensor, torch.Tensor, int]
-"""The tiling; runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
+_MOST_PARTIAL_BYTES = 256 * 2**20
+"""Bytes of partial results that a batch-invariant prompt takes at a time."""
+_Runs = tuple[torch.Tensor, torch.Tensor, int]
+"""Runs, tiles of queries that are cut, and places of partial results, as `prefill_attention` takes them."""
 
 
 class TritonBackend(PlainProducts):
     """Activations are in the type of the weights; what is between a load and a store is float32."""
 
-    def __init__(self, device: torch.device, *, batch_invariant: bool = False, run: int = INVARIANT_RUN) -> None:
+    def __init__(self, device: torch.device, *, batch_invariant: bool = False, run_keys: int = INVARIANT_RUN) -> None:
         """If `batch_invariant`, a token's numbers have the same bits whatever is computed beside it, in a chunk of any
         size or as a decode token: products are those of `Linear`, which must be so, too, and contexts are cut at the
-        multiples of `run` keys. The other kernels compute each row by itself in any case."""
-        self._invariant, self.run = batch_invariant, run
+        multiples of `run_keys` keys. The other kernels compute each row by itself in any case."""
+        self._invariant, self.run_keys = batch_invariant, run_keys
         on_gpu = device.type == "cuda"
         # The interpreter, which tests use, has one processor. A higher number lets it split contexts as a GPU would.
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
@@ -40,12 +42,13 @@ class TritonBackend(PlainProducts):
         self._batch: RaggedBatch | None = None
         self._num_decodes = 0
         """Number of leading slices of `_batch` that have one token."""
-        self._runs: dict[int | None, _Runs] = {}
-        """Runs of prefill attention of `_batch`, for each window that layers use."""
+        self._runs: dict[int | None, tuple[PrefillTiling, list[_Runs]]] = {}
+        """Runs of prefill attention of `_batch`, for each window that layers use; several where partial results take
+        too much memory for one launch."""
         self._decode_runs: dict[int | None, tuple[DecodeTiling, DecodeRuns]] = {}
         """Those of decode attention."""
-        self._key_rows: dict[tuple[int, int], TensorDescriptor] = {}
-        """`key_rows` of layers that prompts have been attended in, by the address of the layer and the tile."""
+        self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
+        """`describe` of layers that prompts have been attended in, by the address of the layer and the tile."""
         self._captured = False
         """Whether `_batch` is computed by a graph that is being captured."""
         self._combines = False
@@ -177,36 +180,37 @@ class TritonBackend(PlainProducts):
             tiling = self._tuning.prefill(**shape)
             if self._invariant:
                 _, tiling = self._invariant_tilings(shape)
-            self._runs[window] = self._cut(batch, tiling, shape["group"], kv_layer.shape[1], window)
-        tiling, runs_R5, splits_S4, num_places = self._runs[window]
-        prefill_attention(
-            q_THD,
-            kv_layer,
-            batch.block_tables_BM,
-            batch.query_start_B1,
-            batch.seq_lens_B,
-            runs_R5,
-            splits_S4,
-            num_places=num_places,
-            window=window,
-            scale=scale,
-            tiling=tiling,
-            out_THD=out_THD,
-            rows=self._rows_of(kv_layer, tiling) if tiling.copy_engine else None,
-        )
+            self._runs[window] = self._cut(batch, tiling, shape, kv_layer.shape[1], window)
+        tiling, launches = self._runs[window]
+        for runs_R5, splits_S4, num_places in launches:
+            prefill_attention(
+                q_THD,
+                kv_layer,
+                batch.block_tables_BM,
+                batch.query_start_B1,
+                batch.seq_lens_B,
+                runs_R5,
+                splits_S4,
+                num_places=num_places,
+                window=window,
+                scale=scale,
+                tiling=tiling,
+                out_THD=out_THD,
+                kv_descriptor=self._described(kv_layer, tiling.tile) if tiling.copy_engine else None,
+            )
 
     def _invariant_tilings(self, shape: dict[str, int]) -> tuple[DecodeTiling, PrefillTiling]:
         """For decode tokens, and for chunks."""
         return self._tuning.invariant(
-            head_dim=shape["head_dim"], itemsize=shape["itemsize"], block_size=shape["block_size"], run=self.run
+            head_dim=shape["head_dim"], itemsize=shape["itemsize"], block_size=shape["block_size"], run=self.run_keys
         )
 
-    def _rows_of(self, kv_layer: torch.Tensor, tiling: PrefillTiling) -> TensorDescriptor:
-        """`key_rows`, which take longer to make than a kernel to launch."""
-        key = (kv_layer.data_ptr(), tiling.tile)
-        if key not in self._key_rows:
-            self._key_rows[key] = key_rows(kv_layer, tiling.tile)
-        return self._key_rows[key]
+    def _described(self, kv_layer: torch.Tensor, tile: int) -> TensorDescriptor:
+        """`describe`, which takes longer than a launch."""
+        key = (kv_layer.data_ptr(), tile)
+        if key not in self._descriptors:
+            self._descriptors[key] = describe(kv_layer, tile)
+        return self._descriptors[key]
 
     def draw(self, logits_PV: torch.Tensor, best_P: torch.Tensor, samples: Samples) -> torch.Tensor:
         """See `Backend.draw`."""
@@ -225,19 +229,26 @@ class TritonBackend(PlainProducts):
         )
 
     def _cut(
-        self, batch: RaggedBatch, tiling: PrefillTiling, group: int, num_kv_heads: int, window: int | None
-    ) -> _Runs:
+        self, batch: RaggedBatch, tiling: PrefillTiling, shape: dict[str, int], num_kv_heads: int, window: int | None
+    ) -> tuple[PrefillTiling, list[_Runs]]:
         """Cut the queries of a batch into runs, for all layers with this window."""
+        group, device = shape["group"], batch.query_start_B1.device
         tiles = query_tiles(
             batch.query_lens, batch.seq_lens, tiling.num_tokens(group), tiling.tile, window, self._num_decodes
         )
-        longest = tiling.run_tiles or longest_run(tiles, num_kv_heads, self._num_processors, tiling.least_tiles)
-        runs = query_runs(tiles, longest, aligned=tiling.run_tiles > 0)
-        splits, device = runs.splits, batch.query_start_B1.device
-        if not self._combines:
-            splits, self._combines = splits or [(0, 0, 0, 0)], True  # nothing to combine, but compiled: in a warm-up
-        runs_R5, splits_S4 = (to_device(each, torch.int32, device) for each in (runs.runs, splits))
-        return tiling, runs_R5, splits_S4, runs.num_places
+        if tiling.run_tiles:
+            place_bytes = 4 * num_kv_heads * padded(tiling.num_tokens(group) * group) * (shape["head_dim"] + 2)
+            made = aligned_runs(tiles, tiling.run_tiles, max(1, _MOST_PARTIAL_BYTES // place_bytes))
+        else:
+            made = [query_runs(tiles, longest_run(tiles, num_kv_heads, self._num_processors, tiling.least_tiles))]
+        launches = []
+        for runs in made:
+            splits = runs.splits
+            if not self._combines:  # in a warm-up: if there is nothing to combine, the kernel is compiled
+                splits, self._combines = splits or [(0, 0, 0, 0)], True
+            runs_R5, splits_S4 = (to_device(each, torch.int32, device) for each in (runs.runs, splits))
+            launches.append((runs_R5, splits_S4, runs.num_places))
+        return tiling, launches
 
 
 def _num_decodes(batch: RaggedBatch) -> int:

@@ -2,8 +2,8 @@
 
 A program computes the query heads of one KV head, for one sequence, over one run of key tiles (`decode_runs`), or one
 after another over several. The grid is fixed for a batch, so that a captured graph can be replayed; programs without a
-run end at once. If a sequence has
-one run, that run writes the output. If it has several, a second kernel combines their results.
+run end at once. If a sequence has one run, that run writes the output. If it has several, a second kernel combines
+their results.
 
 Shapes: B sequences, H query heads, K KV heads, G = H / K, D head dimension, M blocks of the longest table, R runs.
 """

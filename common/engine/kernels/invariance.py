@@ -19,25 +19,27 @@ from common.engine.ragged import Rows
 
 _ROWS = (1, 16, 17, 64, 65, 200)
 _INPUTS, _OUTPUTS = 1024, 256
-_CHUNK = 48
-"""Tokens of a chunk, which are computed one by one and five at a time as well."""
+_CHUNK = 40
+"""Tokens of a chunk, which are computed in smaller ones, side by side, and by themselves as well."""
 
 
 def require_invariance(backend: Backend, layout: KVLayout, num_heads: int, device: torch.device) -> None:
     """Raise `OperatorError` if `backend`, which is batch-invariant, does not give the same bits on this device.
 
-    `layout` and `num_heads` are those of the model. Its own generator draws what is multiplied.
+    `layout` and `num_heads` are those of the model. `backend` should be for this alone: it keeps memory of what it has
+    seen. What is multiplied is drawn by a generator of its own.
     """
     assert isinstance(backend, TritonBackend)
     generator = torch.Generator(device).manual_seed(0)
-    different = [
-        *(["products"] if _products_differ(TORCH_DTYPES[layout.dtype], generator) else []),
-        *(["attention"] if _attention_differs(backend, layout, num_heads, generator) else []),
-    ]
-    if different:
+    lengths = (_CHUNK + 3, 2 * backend.run_keys + _CHUNK // 2)  # one run, and about the end of the second
+    differ = {
+        "products": _products_differ(TORCH_DTYPES[layout.dtype], generator),
+        "attention": any(_attention_differs(backend, layout, num_heads, length, generator) for length in lengths),
+    }
+    if any(differ.values()):
+        what = " and ".join(name for name in differ if differ[name])
         raise OperatorError(
-            f"--batch-invariant cannot be had on this device: {' and '.join(different)} of the same row have other "
-            "bits in a larger batch"
+            f"--batch-invariant cannot be had on this device: {what} of the same row have other bits in a larger batch"
         )
 
 
@@ -52,26 +54,29 @@ def _products_differ(dtype: torch.dtype, generator: torch.Generator) -> bool:
     return any(not torch.equal(matmul(x_MK[:rows], weight_NK), whole[:rows]) for rows in _ROWS)
 
 
-def _attention_differs(backend: TritonBackend, layout: KVLayout, num_heads: int, generator: torch.Generator) -> bool:
-    """The tokens about the end of a second run: as a chunk, in smaller ones, and as decode tokens."""
-    length, size = 2 * backend.run + _CHUNK // 2, layout.block_size
+def _attention_differs(
+    backend: TritonBackend, layout: KVLayout, num_heads: int, length: int, generator: torch.Generator
+) -> bool:
+    """The last tokens of a sequence of `length`: as a chunk, in smaller ones, and as decode tokens, many and one."""
+    size, first, scale = layout.block_size, length - _CHUNK, layout.head_dim**-0.5
     table = list(range(layout.blocks_for(length)))
     one_layer = KVLayout(
         num_layers=1, num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim, block_size=size, dtype=layout.dtype
     )
     kv_layer = KVCache(one_layer, len(table), generator.device).layer(0)
     kv_layer.normal_(generator=generator)
-    first, scale = length - _CHUNK, layout.head_dim**-0.5
     q_THD = _random(_CHUNK, num_heads, layout.head_dim, dtype=kv_layer.dtype, generator=generator)
 
-    def attended(tokens_at_once: int) -> torch.Tensor:
-        starts = range(first, length, tokens_at_once)
-        ends = [min(start + tokens_at_once, length) for start in starts]
+    def attended(start: int, end: int, tokens_at_once: int) -> torch.Tensor:
+        """The attention of the chunk's tokens `[start, end)`."""
         slices = [
-            Slice(token_ids=[0] * (end - start), start=start, block_table=table)
-            for start, end in zip(starts, ends, strict=True)
+            Slice(token_ids=[0] * min(tokens_at_once, end - at), start=first + at, block_table=table)
+            for at in range(start, end, tokens_at_once)
         ]
-        return backend.attend(q_THD, kv_layer, Rows.of(slices, size).on(generator.device), None, scale)
+        return backend.attend(q_THD[start:end], kv_layer, Rows.of(slices, size).on(generator.device), None, scale)
 
-    whole = attended(_CHUNK)
-    return any(not torch.equal(attended(tokens), whole) for tokens in (1, 5))
+    whole = attended(0, _CHUNK, _CHUNK)
+    return any(
+        not torch.equal(attended(start, end, tokens), whole[start:end])
+        for start, end, tokens in ((0, _CHUNK, 1), (0, _CHUNK, 5), (0, 1, 1), (_CHUNK - 1, _CHUNK, 1))
+    )

@@ -26,9 +26,9 @@ from common.engine.kernels.combine import combine
 from common.engine.kernels.tiles import (
     LOG2_E,
     await_inputs,
+    describe,
     early,
     key_offsets,
-    key_rows,
     load_tile,
     padded,
     soften,
@@ -75,15 +75,15 @@ def prefill_attention(
     scale: float,
     tiling: PrefillTiling,
     out_THD: torch.Tensor,
-    rows: TensorDescriptor | None = None,
+    kv_descriptor: TensorDescriptor | None = None,
 ) -> None:
     """Write the causal attention of each token of the runs to its sequence in the cache into `out_THD`.
 
     Slice `b` is the last `query_start_B1[b + 1] - query_start_B1[b]` of the `seq_lens_B[b]` tokens of its sequence.
     `runs_R5` and `splits_S4` are those of `query_runs` for this tiling and window, with `num_places` partial results.
-    `kv_layer` is `[num_blocks, K, 2, block_size, D]`, with any stride between blocks and between heads. `rows` are its
-    `key_rows`, for a tiling with a copy engine, where the caller has them. With a copy engine, slots after a sequence's
-    last token must hold finite numbers.
+    `kv_layer` is `[num_blocks, K, 2, block_size, D]`, with any stride between blocks and between heads.
+    `kv_descriptor` is its `describe`, for a tiling with a copy engine, where the caller has it. With a copy engine,
+    slots after a sequence's last token must hold finite numbers.
     """
     _, num_heads, head_dim = q_THD.shape
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
@@ -99,7 +99,7 @@ def prefill_attention(
     _prefill[num_kv_heads, runs_R5.shape[0]](
         q_THD,
         kv_layer,
-        rows or key_rows(kv_layer, tiling.tile) if tiling.copy_engine else kv_layer,
+        kv_descriptor or describe(kv_layer, tiling.tile) if tiling.copy_engine else kv_layer,
         block_tables_BM,
         query_start_B1,
         seq_lens_B,
@@ -137,7 +137,7 @@ def prefill_attention(
 def _prefill(
     q_ptr,
     kv_ptr,
-    rows_desc,
+    kv_desc,
     tables_ptr,
     query_start_ptr,
     lens_ptr,
@@ -200,17 +200,17 @@ def _prefill(
     table_ptr = tables_ptr + row * table_stride
     for tile in range(begin_tile, tl.minimum(clear_begin, end_tile)):
         acc_MD, max_M, sum_M = _take(
-            q_MD, kv_ptr, rows_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
+            q_MD, kv_ptr, kv_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, True,
         )  # fmt: skip
     for tile in range(tl.maximum(begin_tile, clear_begin), tl.minimum(clear_end, end_tile)):
         acc_MD, max_M, sum_M = _take(
-            q_MD, kv_ptr, rows_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
+            q_MD, kv_ptr, kv_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, False,
         )  # fmt: skip
     for tile in range(tl.maximum(begin_tile, clear_end), end_tile):
         acc_MD, max_M, sum_M = _take(
-            q_MD, kv_ptr, rows_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
+            q_MD, kv_ptr, kv_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
             acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, True,
         )  # fmt: skip
     if run_place < 0:
@@ -228,7 +228,7 @@ def _prefill(
 def _take(
     q_MD,
     kv_ptr,
-    rows_desc,
+    kv_desc,
     head_offset,
     table_ptr,
     tile,
@@ -254,8 +254,8 @@ def _take(
     if COPY_ENGINE:
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         row = ((block * block_stride + head_offset) // D + start % BLOCK_SIZE).to(tl.int32)
-        k_ND = rows_desc.load([row, 0])
-        v_ND = rows_desc.load([row + BLOCK_SIZE, 0])
+        k_ND = kv_desc.load([row, 0])
+        v_ND = kv_desc.load([row + BLOCK_SIZE, 0])
         if WIDEN:
             k_ND, v_ND = k_ND.to(tl.float32), v_ND.to(tl.float32)
     else:

@@ -107,15 +107,32 @@ def busy_for(costs: Sequence[int], num_processors: int) -> int:
     return max(free_at)
 
 
-def query_runs(tiles: Sequence[QueryTile], longest: int, *, aligned: bool = False) -> QueryRuns:
-    """Cut `tiles` into runs of at most `longest` tiles of keys each. If `aligned`, runs begin at multiples of
-    `longest`, or where the keys do, so that they do not depend on what else there is to compute."""
+def query_runs(tiles: Sequence[QueryTile], longest: int) -> QueryRuns:
+    """Cut `tiles` into runs of at most `longest` tiles of keys each."""
+    return _runs_at(tiles, [list(range(tile.begin, tile.end, _run_size(tile, longest))) for tile in tiles])
+
+
+def aligned_runs(tiles: Sequence[QueryTile], size: int, most_places: int) -> list[QueryRuns]:
+    """Cut `tiles` at the multiples of `size` tiles of keys: so runs do not depend on what else there is to compute.
+
+    They are several lists, to be computed one after another, if one would have more than `most_places` places; a list
+    has more than that only for a single tile of queries.
+    """
+    begins = [[tile.begin, *range((tile.begin // size + 1) * size, tile.end, size)] for tile in tiles]
+    made, first, num_places = [], 0, 0
+    for index, of_tile in enumerate(begins):
+        places = len(of_tile) if len(of_tile) > 1 else 0
+        if num_places + places > most_places and index > first:
+            made.append(_runs_at(tiles[first:index], begins[first:index]))
+            first, num_places = index, 0
+        num_places += places
+    return [*made, _runs_at(tiles[first:], begins[first:])]
+
+
+def _runs_at(tiles: Sequence[QueryTile], begins_of: Sequence[Sequence[int]]) -> QueryRuns:
+    """Cut each tile where its runs begin."""
     runs, splits, place = [], [], 0
-    for tile in tiles:
-        if aligned:
-            begins = [tile.begin, *range((tile.begin // longest + 1) * longest, tile.end, longest)]
-        else:
-            begins = list(range(tile.begin, tile.end, _run_size(tile, longest)))
+    for tile, begins in zip(tiles, begins_of, strict=True):
         if len(begins) == 1:
             runs.append((tile.slice_index, tile.first, tile.begin, tile.end, NO_PLACE))
             continue

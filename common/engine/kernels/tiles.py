@@ -70,12 +70,13 @@ def await_inputs(EARLY: tl.constexpr):
         gdc_launch_dependents()
 
 
-def key_rows(kv_layer: torch.Tensor, tile: int) -> TensorDescriptor:
+def describe(kv_layer: torch.Tensor, tile: int) -> TensorDescriptor:
     """What the copy engine must know of `kv_layer`, `[num_blocks, K, 2, block_size, D]`, to load tiles of keys or of
     values: its memory as rows of D elements, of which `tile` are loaded at a time."""
     num_blocks, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     extent = (num_blocks - 1) * kv_layer.stride(0) + (num_kv_heads - 1) * kv_layer.stride(1)
     shape = (extent // head_dim + 2 * block_size, head_dim)
+    assert shape[0] < 2**31, "a row's number has 32 bits"
     rows = torch.as_strided(kv_layer, shape, (head_dim, 1), kv_layer.storage_offset())
     return TensorDescriptor.from_tensor(rows, [tile, padded(head_dim)])
 

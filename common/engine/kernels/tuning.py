@@ -74,7 +74,7 @@ class Tuning:
         """The tiling of prefill attention, for chunks of any length."""
         if tuned := self._nearest("prefill", head_dim, itemsize, {"group": group, "block_size": block_size}):
             tiling = PrefillTiling(**tuned)
-            if not tiling.copy_engine or block_size % tiling.tile == 0:
+            if not tiling.copy_engine or _copied(head_dim, itemsize, block_size, tiling.tile):
                 return tiling
         return self._default_prefill(head_dim, itemsize, block_size)
 
@@ -92,7 +92,8 @@ class Tuning:
     def _default_prefill(self, head_dim: int, itemsize: int, block_size: int) -> PrefillTiling:
         if itemsize == 4:  # float32: three TF32 products for each one, so more rows do not fit into the registers
             return PrefillTiling(rows=16, tile=32 if padded(head_dim) <= 128 else 16, num_warps=4)
-        if padded(head_dim) <= 128 and self._copy_engine and block_size % PrefillTiling().tile == 0:
+        copied = self._copy_engine and _copied(head_dim, itemsize, block_size, PrefillTiling().tile)
+        if padded(head_dim) <= 128 and copied:
             return PrefillTiling(num_warps=4, copy_engine=True)
         if padded(head_dim) <= 128:
             return PrefillTiling()
@@ -116,6 +117,11 @@ class Tuning:
             return sum(abs(math.log2(max(1, size) / max(1, entry["shape"][name]))) for name, size in shape.items())
 
         return dict(min(entries, key=distance)["tiling"]) if entries else {}
+
+
+def _copied(head_dim: int, itemsize: int, block_size: int, tile: int) -> bool:
+    """Whether a copy engine can load tiles of keys: a tile must lie in one block, and a row be of 16-byte units."""
+    return block_size % tile == 0 and head_dim * itemsize % 16 == 0
 
 
 @lru_cache(maxsize=1)
