@@ -178,7 +178,7 @@ def test_a_product_of_pairs_is_that_of_rounded_inputs_for_any_number_of_rows(
     for in_features in (1, 7, 32, 96, 99, 1100, 4200):
         weight, bias = torch.randn(out_features, in_features).bfloat16(), torch.randn(out_features)
         packed = pack_pairs(weight)
-        for rows in (1, 2, 3, 4, 7, 8, 10, 11, 15, 16, 17, 32, 33, 49, 256, 257, 290):
+        for rows in (1, 2, 3, 4, 7, 8, 10, 11, 15, 16, 17, 32, 33, 49, 256, 512, 513, 546):
             x = torch.randn(rows, in_features)
             out, exact = pairing.linear(x, packed, bias, out_features), x.bfloat16().double() @ weight.double().T
             assert distance(out, exact + bias.double()) < TOLERANCE, (in_features, rows)
@@ -189,10 +189,10 @@ def test_a_row_s_product_of_pairs_depends_neither_on_the_rows_beside_it_nor_on_t
     torch.manual_seed(1)
     for in_features in (50, 2500):
         packed, bias = pack_pairs(torch.randn(200, in_features).bfloat16()), torch.randn(200)
-        x = torch.randn(300, in_features)
+        x = torch.randn(530, in_features)
         torch.set_num_threads(1)
         alone = torch.cat([pairing.linear(row[None], packed, bias, 200) for row in x])
-        for rows, threads in ((2, 1), (5, 3), (16, 2), (24, 3), (100, 1), (257, 2), (300, 3)):
+        for rows, threads in ((2, 1), (5, 3), (16, 2), (24, 3), (100, 1), (257, 2), (513, 2), (530, 3)):
             torch.set_num_threads(threads)
             assert torch.equal(pairing.linear(x[:rows], packed, bias, 200), alone[:rows]), (in_features, rows)
 

@@ -14,8 +14,10 @@ enum {
     BLOCK = 2 * SIDE,         /* input features of a tile */
     TILE_BYTES = 4 * SIDE * SIDE,
     AHEAD = 4,                /* blocks of a panel from the one that is used to the one that is prefetched */
-    TILES_ROWS = 256,         /* most rows that are multiplied with a panel before the next one */
-    TILES_DEPTH = 64,         /* most blocks of their input features, which then stay in the second cache */
+    TILES_ROWS = 512,         /* most rows that are multiplied with a panel before the next one */
+    TILES_DEPTH = 32,         /* most blocks of their input features, which then stay in the second cache */
+    PANELS_DEPTH = 10,        /* most blocks of two panels that are multiplied with all rows before the next ones: with
+                                 as many of two tiles of rows they stay in the first cache */
 };
 
 INLINE long blocks_of(long K) { return (K + BLOCK - 1) / BLOCK; }
@@ -133,18 +135,25 @@ struct row_tile {
     long step, stride;
 };
 
-/* Prefetch the block that is AHEAD blocks behind block b of a panel of `num`, or of the one `further` bytes behind. */
-INLINE void prefetch_block(const char *panel, long b, long num, long further) {
-    const char *at = panel + (b + AHEAD) * TILE_BYTES + (b + AHEAD < num ? 0 : further - num * TILE_BYTES);
+/* Prefetch the block that is AHEAD blocks behind block b of a part of a panel, of which `left` of `whole` blocks are
+   not multiplied yet, or of the panel `further` bytes behind. */
+INLINE void prefetch_block(const char *part, long b, long left, long whole, long further) {
+    const char *at = part + (b + AHEAD) * TILE_BYTES + (b + AHEAD < left ? 0 : further - whole * TILE_BYTES);
     UNROLL for (int i = 0; i < SIDE; i++) __builtin_prefetch(at + 4 * SIDE * i, 0, 2);
 }
 
 #define LOAD_SUMS(t, i) if (fresh) { CLEAR(t); } else { LOAD(t, sums->at[i], sums->stride[i]); }
 #define STORE_SUMS(t, i) STORE(t, sums->at[i], sums->stride[i])
 
-/* Products of one tile of rows with two or four panels of `num` blocks, or of two tiles with two. Unless `further` is
-   0, the panels come from memory, and are prefetched: those that are used next are `further` bytes behind them. */
-INLINE void one_tile(int panels, struct row_tile x, const char *const *w, long num, long further, int fresh,
+/* Where panels come from memory, the next ones are `further` bytes behind these; else it is 0. See `prefetch_block`. */
+struct behind {
+    long left, whole, further;
+};
+
+#define PREFETCH(i) if (behind.further) prefetch_block(w[i], b, behind.left, behind.whole, behind.further)
+
+/* Products of one tile of rows with `num` blocks of two or four panels, or of two tiles with two. */
+INLINE void one_tile(int panels, struct row_tile x, const char *const *w, long num, struct behind behind, int fresh,
                      const struct sums *sums) {
     LOAD_SUMS(0, 0)
     LOAD_SUMS(1, 1)
@@ -154,17 +163,17 @@ INLINE void one_tile(int panels, struct row_tile x, const char *const *w, long n
     }
     for (long b = 0; b < num; b++) {
         LOAD(4, x.at + b * x.step, x.stride);
-        if (further) prefetch_block(w[0], b, num, further);
+        PREFETCH(0);
         LOAD(5, w[0] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(0, 4, 5);
-        if (further) prefetch_block(w[1], b, num, further);
+        PREFETCH(1);
         LOAD(6, w[1] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(1, 4, 6);
         if (panels == 2) continue;
-        if (further) prefetch_block(w[2], b, num, further);
+        PREFETCH(2);
         LOAD(7, w[2] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(2, 4, 7);
-        if (further) prefetch_block(w[3], b, num, further);
+        PREFETCH(3);
         LOAD(5, w[3] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(3, 4, 5);
     }
@@ -175,20 +184,20 @@ INLINE void one_tile(int panels, struct row_tile x, const char *const *w, long n
     STORE_SUMS(3, 3);
 }
 
-INLINE void two_tiles(struct row_tile x, const char *other, const char *const *w, long num, long further, int fresh,
-                      const struct sums *sums) {
+INLINE void two_tiles(struct row_tile x, const char *other, const char *const *w, long num, struct behind behind,
+                      int fresh, const struct sums *sums) {
     LOAD_SUMS(0, 0)
     LOAD_SUMS(1, 1)
     LOAD_SUMS(2, 2)
     LOAD_SUMS(3, 3)
     for (long b = 0; b < num; b++) {
         LOAD(4, x.at + b * x.step, x.stride);
-        if (further) prefetch_block(w[0], b, num, further);
+        PREFETCH(0);
         LOAD(6, w[0] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(0, 4, 6);
         LOAD(5, other + b * x.step, x.stride);
         MULTIPLY(2, 5, 6);
-        if (further) prefetch_block(w[1], b, num, further);
+        PREFETCH(1);
         LOAD(7, w[1] + b * TILE_BYTES, 4 * SIDE);
         MULTIPLY(1, 4, 7);
         MULTIPLY(3, 5, 7);
@@ -200,18 +209,19 @@ INLINE void two_tiles(struct row_tile x, const char *other, const char *const *w
 }
 
 /* Multiply tile t of the rows, and with `two` the next one, too, with up to `panels` panels from p on, 2 or 4, of which
-   `left` are there. The sums of whole tiles are computed in the outputs, and others beside them. */
-INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long p, long left) {
+   `left` are there: `num` blocks from `skipped` on. The sums of whole tiles are computed in the outputs, and others
+   beside them. */
+INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long p, long left, long skipped, long num) {
     float room[4][SIDE * SIDE] __attribute__((aligned(64)));
-    const long row_bytes = a->N * sizeof(float);
-    const int fresh = a->fresh && !a->k, last = a->k + a->num == a->blocks;
+    const long row_bytes = a->N * sizeof(float), k = a->k + skipped;
+    const int fresh = a->fresh && !k, last = k + num == a->blocks;
     const char *w[4];
     int whole[4];
     struct sums sums;
     for (int i = 0; i < 4; i++) { /* with two tiles, the last two are those of the second */
         const long tile = t + i / panels, panel = p + i % panels, row = tile * SIDE;
         const int used = i % panels < left && (i < panels || two);
-        w[i] = a->w + (i % panels < left ? panel : p + left - 1) * a->panel_bytes + a->k * TILE_BYTES;
+        w[i] = a->w + (i % panels < left ? panel : p + left - 1) * a->panel_bytes + k * TILE_BYTES;
         char *at = (char *)(a->out + (a->m + row) * a->N + panel * SIDE);
         whole[i] = used && (panel + 1) * SIDE <= a->N && (row + SIDE <= a->rows || a->rows < SIDE);
         sums.at[i] = whole[i] ? at : (char *)room[i];
@@ -221,12 +231,12 @@ INLINE void tiled_sums(const struct tiled *a, int panels, long t, int two, long 
             for (long n = 0; n < SIDE && panel * SIDE + n < a->N; n++)
                 room[i][r * SIDE + n] = a->out[(a->m + row + r) * a->N + panel * SIDE + n];
     }
-    struct row_tile x = {a->packed + t * a->num * TILE_BYTES, TILE_BYTES, 4 * SIDE};
-    if (!a->packed) x = (struct row_tile){a->rounded + a->k * 2 * BLOCK, 2 * BLOCK, a->blocks * 2 * BLOCK};
-    const long further = a->cold && !t ? panels * a->panel_bytes : 0;
-    if (two) two_tiles(x, x.at + a->num * TILE_BYTES, w, a->num, further, fresh, &sums);
-    else if (panels == 2) one_tile(2, x, w, a->num, further, fresh, &sums);
-    else one_tile(4, x, w, a->num, further, fresh, &sums);
+    struct row_tile x = {a->packed + (t * a->num + skipped) * TILE_BYTES, TILE_BYTES, 4 * SIDE};
+    if (!a->packed) x = (struct row_tile){a->rounded + k * 2 * BLOCK, 2 * BLOCK, a->blocks * 2 * BLOCK};
+    const struct behind behind = {a->num - skipped, a->num, a->cold && !t ? panels * a->panel_bytes : 0};
+    if (two) two_tiles(x, x.at + a->num * TILE_BYTES, w, num, behind, fresh, &sums);
+    else if (panels == 2) one_tile(2, x, w, num, behind, fresh, &sums);
+    else one_tile(4, x, w, num, behind, fresh, &sums);
     for (int i = 0; i < 4; i++) {
         const long row = (t + i / panels) * SIDE, first = (p + i % panels) * SIDE;
         const float *bias = last && a->bias ? a->bias + first : NULL;
@@ -259,9 +269,12 @@ static int tiled_panels(void *job, long unit) {
     CONFIGURE(&config);
     const long end = (unit + 1) * a->run < a->panels ? (unit + 1) * a->run : a->panels;
     const long tiles = row_tiles_of(a->rows);
-    for (long p = unit * a->run; p < end && tiles == 1; p += 4) tiled_sums(a, 4, 0, 0, p, end - p);
+    for (long p = unit * a->run; p < end && tiles == 1; p += 4) tiled_sums(a, 4, 0, 0, p, end - p, 0, a->num);
+    const long depth = tiles > 2 ? PANELS_DEPTH : a->num; /* two tiles of rows meet a panel once */
     for (long p = unit * a->run; p < end && tiles > 1; p += 2)
-        for (long t = 0; t < tiles; t += 2) tiled_sums(a, 2, t, t + 1 < tiles, p, end - p);
+        for (long k = 0; k < a->num; k += depth)
+            for (long t = 0; t < tiles; t += 2)
+                tiled_sums(a, 2, t, t + 1 < tiles, p, end - p, k, a->num - k < depth ? a->num - k : depth);
     RELEASE;
     return 0;
 }
