@@ -151,8 +151,10 @@ OVERVIEWS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "beside vLLM": (
         (
             "versus-0.5b-bfloat16-fixed",
+            "versus-0.5b-bfloat16-fixed-amx",
             "versus-15m-float32-fixed",
             "versus-15m-bfloat16-fixed",
+            "versus-15m-bfloat16-fixed-amx",
             "versus-15m-float32-fixed-avx2",
         ),
         beside_vllm,
