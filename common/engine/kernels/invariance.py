@@ -19,7 +19,7 @@ from common.engine.ragged import Rows
 
 _ROWS = (1, 16, 17, 64, 65, 200)
 _INPUTS, _OUTPUTS = 1024, 256
-_CHUNK = 40
+_CHUNK = 24
 """Tokens of a chunk, which are computed in smaller ones, side by side, and by themselves as well."""
 
 
