@@ -51,6 +51,9 @@ def _steps(figures: Figures) -> Iterator[Row]:
         for i in each["invariant"]:
             step, floor = f"{name}, {i['step']}, batch-invariant", f"{i['ratio']:.2f} times as long as without"
             yield {"step": step, "takes": f"{i['invariant_ms']:.2f}", "floor": floor}
+        for e in each["early"]:
+            step = f"{name}, decode {e['batch']} x {e['context']}, kernels launched early"
+            yield {"step": step, "takes": f"{e['early_ms']:.2f}", "floor": f"{e['plain_ms']:.2f} ms without"}
 
 
 def _systems(figures: Figures) -> Iterator[Row]:

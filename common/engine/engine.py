@@ -30,7 +30,7 @@ from common.scheduling.row_times import RowTimes
 
 log = logging.getLogger(__name__)
 _TESTED = (9, 0)
-"""Compute capability of the GPUs on which the kernels have been tested: H100 and H200."""
+"""Compute capability of the GPUs on which the kernels have run: H100 and H200 (docs/gpu.md)."""
 
 _Result = TypeVar("_Result")
 

@@ -142,9 +142,10 @@ class TritonBackend(PlainProducts):
         if window not in self._decode_runs:
             longest = max(batch.seq_lens[:num])
             shape = _shape(q_THD, kv_layer)
-            tiling = self._tuning.decode(**shape, num_rows=num * num_kv_heads, max_seq_len=longest)
             if self._invariant:
                 tiling, _ = self._invariant_tilings(shape)
+            else:
+                tiling = self._tuning.decode(**shape, num_rows=num * num_kv_heads, max_seq_len=longest)
             runs = tiling.runs(
                 seq_lens_B,
                 window=window,
@@ -177,9 +178,10 @@ class TritonBackend(PlainProducts):
     ) -> None:
         if window not in self._runs:
             shape = _shape(q_THD, kv_layer)
-            tiling = self._tuning.prefill(**shape)
             if self._invariant:
                 _, tiling = self._invariant_tilings(shape)
+            else:
+                tiling = self._tuning.prefill(**shape)
             self._runs[window] = self._cut(batch, tiling, shape, kv_layer.shape[1], window)
         tiling, launches = self._runs[window]
         for runs_R5, splits_S4, num_places in launches:
