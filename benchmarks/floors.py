@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.command import Result, run, show
 from benchmarks.models import MODELS, Model
-from benchmarks.record import ROOT
+from benchmarks.record import ROOT, by_cpu
 from benchmarks.turns import engine
 from common.contract.kv_layout import DTYPE_BYTES
 from common.engine.kv_cache import TORCH_DTYPES
@@ -152,7 +152,7 @@ def measure(
     ]
     bandwidth, rate = (statistics.median(each[which] for case in times.values() for each in case) for which in (1, 2))
     return Result(
-        name=f"floors-{model}-{dtype}-{threads}",
+        name=by_cpu(f"floors-{model}-{dtype}-{threads}"),
         figures={"gb_per_s": bandwidth / 1e9, "gflops": rate / 1e9, "cases": made},
         seed=None,
     )

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from benchmarks.command import Result, run
 from benchmarks.load_run import run_load
 from benchmarks.models import Model
+from benchmarks.record import by_cpu
 from benchmarks.systems import (
     SYSTEMS,
     Turn,
@@ -108,7 +109,7 @@ def measure(
 
         for runs in in_turns(up, "rate", rates, rounds=rounds, minutes=minutes, load=load):
             figures = {**summary(runs), "runs": runs}
-            yield Result(name=f"goodput-{model}-{dtype}-{workload}", figures=figures, peers=peers)
+            yield Result(name=by_cpu(f"goodput-{model}-{dtype}-{workload}"), figures=figures, peers=peers)
 
 
 if __name__ == "__main__":

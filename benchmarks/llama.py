@@ -26,7 +26,7 @@ from benchmarks.figures import compared
 from benchmarks.models import qwen2_05b
 from benchmarks.peers.environment import installed, python_of
 from benchmarks.peers.install_llama_cpp import ENVIRONMENT, PINS
-from benchmarks.record import ROOT
+from benchmarks.record import ROOT, by_cpu
 from benchmarks.turns import TurnProcess, engine
 
 Settings = Mapping[str, Any]
@@ -118,7 +118,7 @@ def measure(
                 entry = {"dtype": each, "kind": kind, "sizes": sizes, "settings": chosen, "trials": trials}
                 figures["cases"].append({**entry, "seconds": compared(taken), "rounds": taken})
                 show(f"{each}, {kind} {sizes}", figures["cases"][-1]["seconds"])
-                yield Result(name=f"llama-{MODEL}", figures=figures, peers=peers)
+                yield Result(name=by_cpu(f"llama-{MODEL}"), figures=figures, peers=peers)
             Path(file).unlink()
     finally:
         baton.close()

@@ -70,6 +70,13 @@ def recorded(name: str) -> Run | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def by_cpu(name: str) -> str:
+    """The name of a record of what depends on the CPU's instructions: with `-amx` or `-avx2` behind it on such a CPU,
+    unchanged with AVX-512."""
+    flags = cpuinfo("flags").split()
+    return f"{name}-amx" if "amx_bf16" in flags else name if "avx512f" in flags else f"{name}-avx2"
+
+
 def tree() -> dict[str, str]:
     """The commit, and its product."""
     return {"commit": git("rev-parse", "HEAD"), "product": product_digest()}

@@ -519,6 +519,8 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "vllm-settings-15m-bfloat16": vllm_settings,
     "vllm-settings-0.5b-float32": vllm_settings,
     "vllm-settings-0.5b-bfloat16": vllm_settings,
+    "vllm-settings-0.5b-bfloat16-amx": vllm_settings,
+    "vllm-settings-15m-bfloat16-amx": vllm_settings,
     "llama-0.5b": llama,
     "llama-0.5b-amx": llama,
     "floors-0.5b-float32-1": floors,

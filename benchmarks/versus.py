@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from benchmarks.command import Result, run
 from benchmarks.load_run import load_figures, run_load
 from benchmarks.models import Model
+from benchmarks.record import by_cpu
 from benchmarks.systems import (
     SYSTEMS,
     Turn,
@@ -60,7 +61,7 @@ def measure(
 
         for runs in in_turns(up, "concurrency", concurrency, rounds=rounds, minutes=minutes, load=load):
             ratios = {"ratios": summary(runs), "runs": runs}
-            yield Result(name=f"versus-{model}-{dtype}-{workload}", figures=ratios, peers=peers)
+            yield Result(name=by_cpu(f"versus-{model}-{dtype}-{workload}"), figures=ratios, peers=peers)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from benchmarks.load_run import load_figures, run_load
 from benchmarks.models import Model, model_with_texts
 from benchmarks.peers import vllm
 from benchmarks.peers.vllm import FORMS, Settings
+from benchmarks.record import by_cpu
 
 CONCURRENCY = 8
 _SIZES = [Settings(max_num_batched_tokens=number) for number in (512, 1024, 2048, 4096)]
@@ -54,7 +55,7 @@ def measure(
             done.append({"form": form, "settings": asdict(settings), **figures})
             show(f"{form} {settings}", figures)
             peers = {"vllm": vllm.described(dtype, {})}
-            yield Result(name=f"vllm-settings-{model}-{dtype}", figures={"runs": done}, peers=peers)
+            yield Result(name=by_cpu(f"vllm-settings-{model}-{dtype}"), figures={"runs": done}, peers=peers)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ static void emulated_multiply(int sums, int a, int b) {
 
 #define CONFIGURE(p) emulated_configure(p)
 #define LOAD(t, p, stride) emulated_load(t, p, stride)
+#define LOAD_ONCE(t, p, stride) emulated_load(t, p, stride)
 #define STORE(t, p, stride) emulated_store(t, p, stride)
 #define CLEAR(t) emulated_clear(t)
 #define MULTIPLY(sums, a, b) emulated_multiply(sums, a, b)

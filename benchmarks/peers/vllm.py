@@ -23,7 +23,7 @@ from benchmarks.command import call
 from benchmarks.peers.environment import installed, python_of
 from benchmarks.peers.install_vllm import ENVIRONMENT, PINS
 from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
-from benchmarks.record import ROOT, recorded
+from benchmarks.record import ROOT, by_cpu, recorded
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV", "UCX_", "NIXL_")
@@ -58,8 +58,10 @@ def best(runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def chosen(form: str, model: str, dtype: str) -> Settings:
-    """The best settings that are recorded for a form (`single`, `pair`), model and dtype; the defaults if none are."""
-    record = recorded(f"vllm-settings-{model}-{dtype}")
+    """The best settings that are recorded for a form (`single`, `pair`), model and dtype, of a CPU with this one's
+    instructions if there are any; the defaults if none are recorded."""
+    name = f"vllm-settings-{model}-{dtype}"
+    record = recorded(by_cpu(name)) or recorded(name)
     runs = [each for each in record["figures"]["runs"] if each["form"] == form] if record else []
     return Settings(**best(runs)["settings"]) if runs else Settings()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import result_tables
+from benchmarks import record, result_tables
 from benchmarks.peers import vllm
 from benchmarks.peers.vllm import Part, Settings
 
@@ -32,6 +32,25 @@ def test_the_settings_with_most_tokens_are_used_and_of_nearly_equal_ones_those_w
     lines = str(result_tables.vllm_settings({"figures": figures})).splitlines()
     used = [line.split("|")[2].strip() for line in lines if line.split("|")[-2].strip() == "yes"]
     assert used == ["1024", "4096"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("avx2", "vllm-settings-15m-bfloat16-avx2"),
+        ("avx2 avx512f", "vllm-settings-15m-bfloat16"),
+        ("avx2 avx512f amx_bf16", "vllm-settings-15m-bfloat16-amx"),
+    ],
+)
+def test_settings_that_were_measured_on_such_a_cpu_come_first(
+    flags: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ("", "-avx2", "-amx")
+    figures = {f"vllm-settings-15m-bfloat16{other}": {"runs": [measured("pair", 512, 9.0, 0.1)]} for other in others}
+    figures[name] = {"runs": [measured("pair", 2048, 9.0, 0.1)]}
+    monkeypatch.setattr(record, "cpuinfo", {"flags": flags}.get)
+    monkeypatch.setattr(vllm, "recorded", {each: {"figures": of} for each, of in figures.items()}.get)
+    assert vllm.chosen("pair", "15m", "bfloat16") == Settings(max_num_batched_tokens=2048)
 
 
 def test_an_instance_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from common.engine.native.packing import BLOCK, PANEL, blocks_of
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_HEADERS = ("crew.h", "pairs.h", "gates.h", "paired_attention.h", "group.h", "layers.h")
+_HEADERS = ("crew.h", "pairs.h", "tiles.h", "gates.h", "paired_attention.h", "group.h", "layers.h")
 _SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in _HEADERS))
 _FLAGS = (
     "-O2",

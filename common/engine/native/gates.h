@@ -15,9 +15,6 @@ static long gated_run(long panels, long rows, long panel_bytes, int threads) {
     return run < most ? run : most;
 }
 
-/* From a row of F gated numbers to the next: floats, or `rounded` to bf16 and padded with zeros to whole blocks. */
-INLINE long gated_bytes(long F, int rounded) { return rounded ? blocks_of(F) * 2 * BLOCK : F * sizeof(float); }
-
 /* Gate the sums `[rows][panels][16]` of the panels from `first` on, a multiple of GROUP. */
 INLINE void gate_sums(const float *sums, long rows, long panels, long first, int rounded, char *out, long F) {
     for (long r = 0; r < rows; r++, out += gated_bytes(F, rounded))
@@ -83,42 +80,6 @@ GATES(baton_gated_bfloat16, panels_bfloat16, BF16)
 GATES(baton_gated_float16, panels_float16, F16)
 GATES(gated_words, panels_pairs, PAIRS)
 
-#ifdef TILES
-
-static int tiled_gates(void *job, long unit) {
-    const struct tiled *a = job;
-    const long first = unit * a->run, panels = a->panels - first < a->run ? a->panels - first : a->run;
-    float *sums = grown(&gated, a->rows * panels * PANEL);
-    if (!sums) return 1;
-    struct tiled part = *a;
-    part.w += first * a->panel_bytes;
-    part.bias = a->bias ? a->bias + first * PANEL : NULL;
-    part.panels = part.run = panels;
-    part.out = sums;
-    part.N = panels * PANEL;
-    part.m = 0;
-    tiled_panels(&part, 0);
-    gate_sums(sums, a->rows, panels, first, 1, (char *)a->out + a->m * gated_bytes(a->N, 1), a->N);
-    return 0;
-}
-
-/* As `multiply_tiles`, but a sum is computed at once, so that fewer rows with many features are packed at a time. */
-static int gate_tiles(struct tiled *a, int threads) {
-    const long fitting = TILES_ROWS * TILES_DEPTH / a->blocks / SIDE * SIDE, most = fitting < MANY ? MANY : fitting;
-    const long least = most < TILES_ROWS ? most : TILES_ROWS, height = a->M < least ? a->M : least;
-    if (hold_rows(a, height, a->blocks)) return 1;
-    a->run = gated_run(a->panels, height, a->blocks * TILE_BYTES, threads);
-    a->num = a->blocks;
-    for (; a->m < a->M; a->m += height) {
-        a->rows = a->M - a->m < height ? a->M - a->m : height;
-        if (a->packed) share(row_tiles_of(a->rows), a->rows > MANY ? threads : 1, pack_row_tile, a);
-        if (share((a->panels + a->run - 1) / a->run, threads, tiled_gates, a)) return 1;
-    }
-    return 0;
-}
-
-#endif
-
 /* The same with x rounded to bf16, and weights in pairs. What is gated is rounded to bf16, too: inputs for
    `baton_linear_rounded`, which is all that it is for, in half of the memory. */
 int baton_gated_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long F,
@@ -127,9 +88,9 @@ int baton_gated_pairs(const float *x, long M, long K, const char *w, const float
 #ifdef TILES
     if (with_tiles) {
         struct tiled product = {.x = x, .M = M, .K = K, .stride = K, .blocks = blocks, .w = w,
-                                .panel_bytes = blocks * TILE_BYTES, .panels = 2 * ((F + SIDE - 1) / SIDE), .fresh = 1,
-                                .cold = 1, .bias = bias, .out = out, .N = F};
-        return gate_tiles(&product, threads);
+                                .panel_bytes = blocks * TILE_BYTES, .panels = 2 * ((F + SIDE - 1) / SIDE),
+                                .bias = bias, .out = (char *)out, .N = F, .gates = 1};
+        return multiply_tiles(&product, threads);
     }
 #endif
     const char *rows = rounded_rows(x, M, K, K, threads);

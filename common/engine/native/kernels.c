@@ -400,8 +400,6 @@ LINEAR(baton_linear_bfloat16, panels_bfloat16, BF16)
 LINEAR(baton_linear_float16, panels_float16, F16)
 LINEAR(baton_linear_words, panels_pairs, PAIRS)
 
-#include "pairs.h"
-
 /* --- attention ---------------------------------------------------------------------------------------------------- */
 
 INLINE float sum_of(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
@@ -462,6 +460,8 @@ INLINE lane lanes(const float *p) {
     memcpy(&x, p, sizeof(x));
     return x;
 }
+
+#include "pairs.h"
 
 #include "gates.h"
 
@@ -557,12 +557,14 @@ INLINE float softmax(float *row, long num, long size) {
     float top = most[0];
     for (int i = 1; i < LANE; i++) top = most[i] > top ? most[i] : top;
     for (; s < size; s++) top = row[s] > top ? row[s] : top;
-    v8 total = splat(0);
-    for (s = 0; s + LANE <= size; s += LANE) {
-        const lane x = exp_of_lanes(lanes(row + s) - top);
-        total = add_lanes(total, x);
-        memcpy(row + s, &x, sizeof(x));
-    }
+    lane sums[2] = {{0}, {0}};
+    for (s = 0; s + 2 * LANE <= size; s += 2 * LANE)
+        UNROLL for (int i = 0; i < 2; i++) {
+            const lane x = exp_of_lanes(lanes(row + s + i * LANE) - top);
+            sums[i] += x;
+            memcpy(row + s + i * LANE, &x, sizeof(x));
+        }
+    v8 total = add_lanes(splat(0), sums[0] + sums[1]);
     for (; s < size; s += 8) {
         const v8 x = exp_of(floats(row + s) - top);
         total += x;
@@ -727,7 +729,8 @@ static int attend_tile(const struct prefill *a, long begin, long end, float *roo
     const long D = c->head_dim, G = c->group, num = end - begin, width = PANEL * sizeof(float), all = dims_of(D);
     const long seen = a->start + (end - 1) / G + 1 - a->first, aligned = a->pairs ? 2 * PANEL : PANEL;
     const long row_size = (seen + aligned - 1) / aligned * aligned, panels = row_size / PANEL;
-    float *scores = room, *queries = scores + num * row_size, *sums = queries + num * D, *factors = sums + num * all;
+    const long held = a->pairs ? rows_held(num) : num;
+    float *scores = room, *queries = scores + held * row_size, *sums = queries + num * D, *factors = sums + held * all;
     float *packed = factors + num;
     int failed = 0;
     for (long r = 0; r < num; r++) {

@@ -170,7 +170,8 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
     const long D = c->head_dim, G = c->group, all = dims_of(D), base = begin / BLOCK * BLOCK;
     const long key_bytes = blocks_of(D) * TILE_BYTES, low = begin - base, whole = low / 8 * 8;
     const long value_bytes = c->block_size * D * 2;
-    float *scores = room, *scaled = scores + G * size, *sums = scaled + G * D, *factors = sums + G * all;
+    const long held = rows_held(G);
+    float *scores = room, *scaled = scores + held * size, *sums = scaled + G * D, *factors = sums + held * all;
     char *packed = (char *)(factors + (G + SIDE - 1) / SIDE * SIDE);
     int failed = 0;
     multiply_by(q, c->scale, G * D, scaled);
@@ -221,7 +222,7 @@ static int decode_in_pairs(void *job, long unit) {
     const long begin = first_seen(a, i), next = unit + a->threads < a->units ? unit + a->threads : unit;
     const long size = blocks_of(end - begin / BLOCK * BLOCK) * BLOCK, width = blocks_of(D) * BLOCK;
     const long other = next / c->kv_heads;
-    float *room = grown(&attending, G * (size + D + dims_of(D)) + G + SIDE + AT_ONCE * width / 2);
+    float *room = grown(&attending, rows_held(G) * (size + dims_of(D)) + G * D + G + SIDE + AT_ONCE * width / 2);
     if (!room) return 1;
     return attend_in_pairs(c, a->q + i * a->q_stride + head * G * D, a->tables + i * a->width, head, begin, end, room,
                            size,
