@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint
 
 from benchmarks import floors, result_tables
 from benchmarks.floors import CONTEXT, Needs, figures_of, needs
+from benchmarks.record import by_cpu
 from common.engine.model_config import ModelConfig
 from common.engine.weights import load_weights
 
@@ -49,7 +50,7 @@ def test_a_small_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(floors, "MODELS", {"15m": lambda folder: make_checkpoint("llama", folder)})
     monkeypatch.setattr(floors, "LOOP_BYTES", 2**20)
     made = floors.measure(tmp_path, model="15m", rounds=1, batches=(1, 2), prompts=(40,))
-    assert made.name == "floors-15m-float32-1"
+    assert made.name == by_cpu("floors-15m-float32-1")
     assert [(each["kind"], each["size"]) for each in made.figures["cases"]] == [
         ("steps", 1),
         ("steps", 2),

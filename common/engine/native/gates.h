@@ -1,7 +1,7 @@
 /* Gated products: out `[M, F]` = silu(x times the gates) * (x times the ups). Included by `kernels.c`.
 
-   Panels of gates and of ups alternate. A thread takes some of them, holds their sums in its caches, and writes only the
-   gated numbers: the sums of many rows would be the largest activations by far. */
+   Panels of gates and of ups alternate. A thread takes some of them, holds their sums in its caches, and writes only
+   the gated numbers: the sums of many rows would be the largest activations by far. */
 
 enum { SUMS = 1 << 15 }; /* numbers of the sums that a thread holds */
 
@@ -17,7 +17,7 @@ static long gated_run(long panels, long rows, long panel_bytes, int threads) {
 
 /* Gate the sums `[rows][panels][16]` of the panels from `first` on, a multiple of GROUP. */
 INLINE void gate_sums(const float *sums, long rows, long panels, long first, int rounded, char *out, long F) {
-    for (long r = 0; r < rows; r++, out += gated_bytes(F, rounded))
+    for (long r = 0; r < rows; r++, out += bytes_of_row(F, rounded))
         for (long p = 0; p < panels; p += GROUP) {
             const long at = (first + p) / 2 * PANEL, num = F - at < BLOCK ? F - at : BLOCK;
             float gated[BLOCK];
@@ -50,7 +50,7 @@ INLINE void gate_sums(const float *sums, long rows, long panels, long first, int
                         panel_bytes, panels, NULL, k == 0, bias, sums, width, 0);                                      \
         }                                                                                                              \
         gate_sums(sums, a->rows, panels, first, TYPE == PAIRS,                                                         \
-                  (char *)a->out + a->m * gated_bytes(a->N, TYPE == PAIRS), a->N);                                     \
+                  (char *)a->out + a->m * bytes_of_row(a->N, TYPE == PAIRS), a->N);                                    \
         return 0;                                                                                                      \
     }                                                                                                                  \
     int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long F, int threads) {      \
@@ -80,19 +80,30 @@ GATES(baton_gated_bfloat16, panels_bfloat16, BF16)
 GATES(baton_gated_float16, panels_float16, F16)
 GATES(gated_words, panels_pairs, PAIRS)
 
-/* The same with x rounded to bf16, and weights in pairs. What is gated is rounded to bf16, too: inputs for
-   `baton_linear_rounded`, which is all that it is for, in half of the memory. */
-int baton_gated_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long F,
-                      int threads) {
+static int gate_pairs(const float *x, const char *rounded, long M, long K, const char *w, const float *bias, float *out,
+                      long F, int threads) {
     const long blocks = blocks_of(K);
 #ifdef TILES
     if (with_tiles) {
-        struct tiled product = {.x = x, .M = M, .K = K, .stride = K, .blocks = blocks, .w = w,
+        struct tiled product = {.x = x, .M = M, .K = K, .blocks = blocks, .rounded = rounded, .w = w,
                                 .panel_bytes = blocks * TILE_BYTES, .panels = 2 * ((F + SIDE - 1) / SIDE),
                                 .bias = bias, .out = (char *)out, .N = F, .gates = 1};
         return multiply_tiles(&product, threads);
     }
 #endif
-    const char *rows = rounded_rows(x, M, K, K, threads);
+    const char *rows = rounded ? rounded : rounded_rows(x, M, K, threads);
     return rows ? gated_words((const float *)rows, M, blocks * SIDE, w, bias, out, F, threads) : 1;
+}
+
+/* The same with x rounded to bf16, and weights in pairs. What is gated is rounded to bf16, too: inputs for
+   `baton_linear_rounded`, which is all that it is for, in half of the memory. */
+int baton_gated_pairs(const float *x, long M, long K, const char *w, const float *bias, float *out, long F,
+                      int threads) {
+    return gate_pairs(x, NULL, M, K, w, bias, out, F, threads);
+}
+
+/* The same of rows that are rounded already. */
+static int gated_rounded(const float *x, long M, long K, const char *w, const float *bias, float *out, long F,
+                         int threads) {
+    return gate_pairs(NULL, (const char *)x, M, K, w, bias, out, F, threads);
 }

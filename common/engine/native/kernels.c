@@ -695,10 +695,29 @@ struct prefill {
     long start, first, end, window;  /* position of the first token; the slots that tokens see, the window */
     long panels, size, rows;         /* of these slots, their number in whole panels; queries of a KV head */
     long head, queries;              /* the KV head, and how many of its queries are computed together */
-    int pairs;                       /* whether keys and values are packed in pairs */
+    int (*attend)(const struct prefill *, long, long); /* by this */
     char *keys, *values;
     float *out;
 };
+
+/* Query i of the head's group, counted over tokens and heads of the group, and where what it attends to is written. */
+INLINE const float *query_of(const struct prefill *a, long i) {
+    const struct cache *c = &a->cache;
+    return a->q + i / c->group * a->q_stride + (a->head * c->group + i % c->group) * c->head_dim;
+}
+INLINE float *attended_by(const struct prefill *a, long i) {
+    const struct cache *c = &a->cache;
+    return a->out + ((i / c->group * c->kv_heads + a->head) * c->group + i % c->group) * c->head_dim;
+}
+
+/* The packed slots that it sees. */
+struct seen {
+    long begin, end;
+};
+INLINE struct seen seen_by(const struct prefill *a, long i) {
+    const long end = a->start + i / a->cache.group + 1 - a->first;
+    return (struct seen){a->window && end > a->window ? end - a->window : 0, end};
+}
 
 /* Pack the keys `[first, first + 16)` of a head as a panel `[head_dim][16]`. Pack their values as rows of panels of 16
    dimensions, `[panel][size][16]`, the first of which starts at `values`. Slots from `end` on give zeros. */
@@ -722,59 +741,43 @@ INLINE void pack_slots(int type, const struct cache *c, const int64_t *table, lo
 }
 
 /* Attention of the queries `[begin, end)` of a head's group, counted over tokens and heads of the group, to the packed
-   slots. `room` is for QUERIES * (size + DEPTH + 3 * dims_of(head_dim) + 1) numbers. Returns 0, or 1 if there is not
-   enough memory. */
-static int attend_tile(const struct prefill *a, long begin, long end, float *room) {
+   slots. Returns 0, or 1 if there is not enough memory. */
+static int attend_tile(const struct prefill *a, long begin, long end) {
     const struct cache *c = &a->cache;
     const long D = c->head_dim, G = c->group, num = end - begin, width = PANEL * sizeof(float), all = dims_of(D);
-    const long seen = a->start + (end - 1) / G + 1 - a->first, aligned = a->pairs ? 2 * PANEL : PANEL;
-    const long row_size = (seen + aligned - 1) / aligned * aligned, panels = row_size / PANEL;
-    const long held = a->pairs ? rows_held(num) : num;
-    float *scores = room, *queries = scores + held * row_size, *sums = queries + num * D, *factors = sums + held * all;
+    const long seen = a->start + (end - 1) / G + 1 - a->first, panels = (seen + PANEL - 1) / PANEL;
+    const long row_size = panels * PANEL;
+    float *scores = grown(&attending, num * (row_size + DEPTH + 3 * all + 1));
+    if (!scores) return 1;
+    float *queries = scores + num * row_size, *sums = queries + num * D, *factors = sums + num * all;
     float *packed = factors + num;
-    int failed = 0;
+    for (long r = 0; r < num; r++) multiply_by(query_of(a, begin + r), c->scale, D, queries + r * D);
+    for (long t = 0; t < tiles_of(num); t++) pack_tile(queries, num, t, D, D, packed);
+    panels_of(F32, packed, num, D, a->keys, width, D * width, panels, NULL, 1, scores, row_size, 0);
     for (long r = 0; r < num; r++) {
-        const float *from = a->q + (begin + r) / G * a->q_stride + (a->head * G + (begin + r) % G) * D;
-        multiply_by(from, c->scale, D, queries + r * D);
-    }
-    if (a->pairs) {
-        failed |= pairs_product(queries, num, D, D, a->keys, blocks_of(D) * TILE_BYTES, panels, NULL, 1, scores, row_size);
-    } else {
-        for (long t = 0; t < tiles_of(num); t++) pack_tile(queries, num, t, D, D, packed);
-        panels_of(F32, packed, num, D, a->keys, width, D * width, panels, NULL, 1, scores, row_size, 0);
-    }
-    for (long r = 0; r < num; r++) {
-        const long stop = a->start + (begin + r) / G + 1 - a->first;
-        const long low = a->window && stop > a->window ? stop - a->window : 0;
-        const long whole = low / 8 * 8;
+        const struct seen slots = seen_by(a, begin + r);
+        const long whole = slots.begin / 8 * 8;
         float *row = scores + r * row_size;
-        for (long s = whole; s < low; s++) row[s] = -__builtin_inff();
-        factors[r] = softmax(row + whole, stop - whole, (stop - whole + 7) / 8 * 8);
-        memset(row, 0, low * sizeof(float));
-        memset(row + stop, 0, (row_size - stop) * sizeof(float));
+        for (long s = whole; s < slots.begin; s++) row[s] = -__builtin_inff();
+        factors[r] = softmax(row + whole, slots.end - whole, (slots.end - whole + 7) / 8 * 8);
+        memset(row, 0, slots.begin * sizeof(float));
+        memset(row + slots.end, 0, (row_size - slots.end) * sizeof(float));
     }
-    if (a->pairs)
-        failed |= pairs_product(scores, num, row_size, row_size, a->values, blocks_of(a->size) * TILE_BYTES,
-                                all / PANEL, NULL, 1, sums, all);
-    for (long s = 0, deep; s < row_size && !a->pairs; s += deep) {
+    for (long s = 0, deep; s < row_size; s += deep) {
         deep = row_size - s < DEPTH ? row_size - s : DEPTH;
         for (long t = 0; t < tiles_of(num); t++) pack_tile(scores + s, num, t, row_size, deep, packed);
         panels_of(F32, packed, num, deep, a->values + s * width, width, a->size * width, all / PANEL, NULL, s == 0,
                   sums, all, 0);
     }
-    for (long r = 0; r < num; r++) {
-        float *to = a->out + ((begin + r) / G * c->kv_heads * G + a->head * G + (begin + r) % G) * D;
-        multiply_by(sums + r * all, factors[r], D, to);
-    }
-    return failed;
+    for (long r = 0; r < num; r++) multiply_by(sums + r * all, factors[r], D, attended_by(a, begin + r));
+    return 0;
 }
 
 /* The queries of a tile, the longest first. */
 static int attend_queries(void *job, long unit) {
     const struct prefill *a = job;
     const long num = a->queries, begin = ((a->rows + num - 1) / num - 1 - unit) * num;
-    float *room = grown(&attending, num * (a->size + DEPTH + 3 * dims_of(a->cache.head_dim) + 1));
-    return room ? attend_tile(a, begin, begin + num < a->rows ? begin + num : a->rows, room) : 1;
+    return a->attend(a, begin, begin + num < a->rows ? begin + num : a->rows);
 }
 
 /* Attend to the packed slots, head by head, so that only one head's keys and values are unpacked at a time. */
@@ -808,8 +811,8 @@ static int attend_prompt(struct prefill *a, work pack, int threads) {
         const long panels = (end - first + PANEL - 1) / PANEL, size = panels * PANEL;                                  \
         char *keys = aligned_alloc(64, size * (head_dim + dims_of(head_dim)) * sizeof(float));                         \
         if (!keys) return 1;                                                                                           \
-        struct prefill a = {c, q, q_stride, table, start, first, end, window, panels, size, N * group, 0, QUERIES, 0,  \
-                            keys, keys + size * head_dim * sizeof(float), out};                                        \
+        struct prefill a = {c, q, q_stride, table, start, first, end, window, panels, size, N * group, 0, QUERIES,     \
+                            attend_tile, keys, keys + size * head_dim * sizeof(float), out};                           \
         return attend_prompt(&a, NAME##_pack, threads);                                                                \
     }
 
@@ -867,7 +870,8 @@ struct add_norm {
     const float *delta, *weight;
     float eps;
     long E;
-    float *out;
+    char *out;
+    int rounded; /* whether the outputs are those of `round_row` */
 };
 
 static int add_norm_rows(void *job, long unit) {
@@ -881,16 +885,29 @@ static int add_norm_rows(void *job, long unit) {
             for (; i + 8 <= E; i += 8) store((char *)(x + i), floats(x + i) + floats(more + i), F32);
             for (; i < E; i++) x[i] += more[i];
         }
-        scale_by(x, norm_factor(x, E, a->eps), a->weight, E, a->out + t * E);
+        const float factor = norm_factor(x, E, a->eps);
+        char *to = a->out + t * bytes_of_row(E, a->rounded);
+        if (!a->rounded) scale_by(x, factor, a->weight, E, (float *)to);
+        for (long i = 0; a->rounded && i < E; i += BLOCK) {
+            const long num = E - i < BLOCK ? E - i : BLOCK;
+            float scaled[BLOCK];
+            scale_by(x + i, factor, a->weight + i, num, scaled);
+            round_row(scaled, num, to + 2 * i);
+        }
     }
     return 0;
+}
+
+static void add_norm(float *h, const float *delta, const float *weight, float eps, long T, long E, void *out,
+                     int rounded, int threads) {
+    struct add_norm a = {{0}, h, delta, weight, eps, E, out, rounded};
+    share_rows(&a.rows, T, E, threads, add_norm_rows);
 }
 
 /* h `[T, E]` += delta, unless that is NULL; out = weight times h, each row brought to a root mean square of 1. */
 void baton_add_norm(float *h, const float *delta, const float *weight, float eps, long T, long E, float *out,
                     int threads) {
-    struct add_norm a = {{0}, h, delta, weight, eps, E, out};
-    share_rows(&a.rows, T, E, threads, add_norm_rows);
+    add_norm(h, delta, weight, eps, T, E, out, 0, threads);
 }
 
 /* Whether all `num` numbers are below `end`, and none is negative. */

@@ -46,10 +46,10 @@ typedef int (*prefill_of)(const float *, long, const char *, long, long, const i
 typedef void (*write_of)(const float *, const float *, long, char *, long, long, const int64_t *, const int64_t *, long,
                          long, long, long, int);
 
-/* By type. Pairs are written as bf16. */
+/* By type. What is normalised or gated for pairs is rounded; pairs are written as bf16. */
 static const product_of products[] = {baton_linear_float32, baton_linear_bfloat16, baton_linear_float16,
-                                      baton_linear_pairs};
-static const product_of gates[] = {baton_gated_float32, baton_gated_bfloat16, baton_gated_float16, baton_gated_pairs};
+                                      baton_linear_rounded};
+static const product_of gates[] = {baton_gated_float32, baton_gated_bfloat16, baton_gated_float16, gated_rounded};
 static const decode_of decodes[] = {baton_decode_float32, baton_decode_bfloat16, baton_decode_float16,
                                     baton_decode_pairs};
 static const prefill_of prefills[] = {baton_prefill_float32, baton_prefill_bfloat16, baton_prefill_float16,
@@ -81,13 +81,10 @@ static int attend_slices(const struct forward *a, const char *cache, long window
     return 0;
 }
 
-/* The sum over the ranks of what a product adds to the hidden states. Of `gated` inputs, pairs are rounded. */
-static int multiply_onto(const struct forward *a, const struct product *p, const float *x, long inputs, int gated) {
-    const int rounded = gated && p->type == PAIRS;
-    const int failed = rounded ? baton_linear_rounded((const char *)x, a->T, inputs, p->w, p->bias, a->delta, a->E,
-                                                      a->threads)
-                               : products[p->type](x, a->T, inputs, p->w, p->bias, a->delta, a->E, a->threads);
-    if (failed) return NO_MEMORY;
+/* The sum over the ranks of what a product adds to the hidden states. `attended` values are not rounded. */
+static int multiply_onto(const struct forward *a, const struct product *p, const float *x, long inputs, int attended) {
+    const product_of product = attended && p->type == PAIRS ? baton_linear_pairs : products[p->type];
+    if (product(x, a->T, inputs, p->w, p->bias, a->delta, a->E, a->threads)) return NO_MEMORY;
     return a->group && baton_group_add(a->group, a->delta, a->T * a->E) ? GROUP_ENDED : 0;
 }
 
@@ -95,12 +92,12 @@ static int multiply_onto(const struct forward *a, const struct product *p, const
 static int compute_layer(const struct forward *a, const struct layer *layer, char *cache, const float *delta) {
     const struct product *p = &layer->qkv, *gate_up = &layer->gate_up;
     const long width = a->heads * a->head_dim, keys_end = width + a->kv_heads * a->head_dim;
-    float *x = grown(&normed, a->T * a->E), *qkv = grown(&projected, a->T * p->outputs);
+    float *x = grown(&normed, a->T * (a->E + BLOCK)), *qkv = grown(&projected, a->T * p->outputs);
     float *values = grown(&attended, a->T * width);
-    float *gated = grown(&let_through, a->T * gated_bytes(gate_up->outputs, gate_up->type == PAIRS) / 4);
+    float *gated = grown(&let_through, a->T * bytes_of_row(gate_up->outputs, gate_up->type == PAIRS) / 4);
     if (!x || !qkv || !values || !gated) return NO_MEMORY;
 
-    baton_add_norm(a->h, delta, layer->input_norm, a->eps, a->T, a->E, x, a->threads);
+    add_norm(a->h, delta, layer->input_norm, a->eps, a->T, a->E, x, p->type == PAIRS, a->threads);
     if (products[p->type](x, a->T, a->E, p->w, p->bias, qkv, p->outputs, a->threads)) return NO_MEMORY;
     if (baton_rotate(qkv, p->outputs, a->heads + a->kv_heads, a->heads, a->head_dim, layer->q_norm, layer->k_norm,
                      a->eps, a->angles, a->num_positions, a->positions, a->T, a->threads))
@@ -108,12 +105,12 @@ static int compute_layer(const struct forward *a, const struct layer *layer, cha
     writes[a->kv_type](qkv + width, qkv + keys_end, p->outputs, cache, a->block_bytes, a->head_bytes, a->slot_blocks,
                        a->slot_offsets, a->T, a->kv_heads, a->block_size, a->head_dim, a->threads);
     int failed = attend_slices(a, cache, layer->window, qkv, p->outputs, values);
-    if (failed || (failed = multiply_onto(a, &layer->output, values, width, 0))) return failed;
+    if (failed || (failed = multiply_onto(a, &layer->output, values, width, 1))) return failed;
 
-    baton_add_norm(a->h, a->delta, layer->mlp_norm, a->eps, a->T, a->E, x, a->threads);
+    add_norm(a->h, a->delta, layer->mlp_norm, a->eps, a->T, a->E, x, gate_up->type == PAIRS, a->threads);
     if (gates[gate_up->type](x, a->T, a->E, gate_up->w, gate_up->bias, gated, gate_up->outputs, a->threads))
         return NO_MEMORY;
-    return multiply_onto(a, &layer->down, gated, gate_up->outputs, 1);
+    return multiply_onto(a, &layer->down, gated, gate_up->outputs, 0);
 }
 
 /* Compute the tokens' hidden states, and store their keys and values. Returns 0, or why not. */

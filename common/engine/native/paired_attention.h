@@ -163,34 +163,84 @@ static void pair_values(const struct cache *c, const int64_t *table, long head, 
         }
 }
 
-/* Attention of one token, for a KV head, to its slots `[begin, end)`. `size` is their number from the multiple of 32
-   before `begin` to the one behind `end`. Meanwhile prefetch a share of `following`. */
+/* Scale and round a query. */
+static void round_query(const struct cache *c, const float *q, char *to) {
+    float scaled[MAX_HEAD_DIM];
+    multiply_by(q, c->scale, c->head_dim, scaled);
+    round_row(scaled, c->head_dim, to);
+}
+
+/* Round to bf16 what the softmax makes of a row of `size` scores, a multiple of 32, before it is divided by its sum:
+   zeros before `begin` and from `end` on. Returns the factor that divides. */
+static float round_softmax(float *row, long begin, long end, long size, char *to) {
+    const long first = begin / BLOCK * BLOCK;
+    const lane none = (lane){0} - __builtin_inff();
+    for (long s = first; s < begin; s++) row[s] = -__builtin_inff();
+    for (long s = end; s < size; s++) row[s] = -__builtin_inff();
+    lane most[2] = {none, none}, sums[2] = {{0}, {0}};
+    for (long s = first; s < size; s += 2 * LANE)
+        UNROLL for (int i = 0; i < 2; i++) most[i] = larger_lanes(lanes(row + s + i * LANE), most[i]);
+    most[0] = larger_lanes(most[0], most[1]);
+    float top = most[0][0];
+    for (int i = 1; i < LANE; i++) top = most[0][i] > top ? most[0][i] : top;
+    memset(to, 0, 2 * first);
+    for (long s = first; s < size; s += BLOCK) {
+        float block[BLOCK];
+        UNROLL for (int i = 0; i < BLOCK / LANE; i++) {
+            const lane x = exp_of_lanes(lanes(row + s + i * LANE) - top);
+            sums[i % 2] += x;
+            memcpy(block + i * LANE, &x, sizeof(x));
+        }
+        round_row(block, BLOCK, to + 2 * s);
+    }
+    return 1.0f / sum_of(add_lanes(splat(0), sums[0] + sums[1]));
+}
+
+/* Room for the attention of `num` queries to `size` slots. Rows that fill a tile are there, and are never looked at. */
+struct paired_room {
+    float *scores, *sums, *factors; /* [rows][size], [rows][dimensions], [rows] */
+    char *queries, *weights;        /* rounded, `pairs_stride` apart */
+    char *rest;
+};
+
+/* With `more` numbers behind it. The scores are NULL if there is not enough memory. */
+static struct paired_room paired_room(const struct cache *c, long num, long size, long more) {
+    const long held = rows_held(num), D = c->head_dim, all = dims_of(D), padded = (held + SIDE - 1) / SIDE * SIDE;
+    const long row = size + all + (pairs_stride(D) + pairs_stride(size)) / 4;
+    struct paired_room room = {.scores = grown(&attending, held * row + padded + more)};
+    room.sums = room.scores + held * size;
+    room.factors = room.sums + held * all;
+    room.queries = (char *)(room.factors + padded);
+    room.weights = room.queries + held * pairs_stride(D);
+    room.rest = room.weights + held * pairs_stride(size);
+    return room;
+}
+
+/* Attention of one token, for a KV head, to its slots `[begin, end)`. Meanwhile prefetch a share of `following`.
+   Returns 0, or 1 if there is not enough memory. */
 static int attend_in_pairs(const struct cache *c, const float *q, const int64_t *table, long head, long begin, long end,
-                           float *room, long size, struct ahead following, float *out) {
+                           struct ahead following, float *out) {
     const long D = c->head_dim, G = c->group, all = dims_of(D), base = begin / BLOCK * BLOCK;
-    const long key_bytes = blocks_of(D) * TILE_BYTES, low = begin - base, whole = low / 8 * 8;
-    const long value_bytes = c->block_size * D * 2;
-    const long held = rows_held(G);
-    float *scores = room, *scaled = scores + held * size, *sums = scaled + G * D, *factors = sums + held * all;
-    char *packed = (char *)(factors + (G + SIDE - 1) / SIDE * SIDE);
+    const long size = blocks_of(end - base) * BLOCK, stride = pairs_stride(size);
+    const long key_bytes = blocks_of(D) * TILE_BYTES, value_bytes = c->block_size * D * 2;
+    const struct paired_room room = paired_room(c, G, size, AT_ONCE * blocks_of(D) * BLOCK / 2);
+    if (!room.scores) return 1;
     int failed = 0;
-    multiply_by(q, c->scale, G * D, scaled);
+    for (long r = 0; r < G; r++) round_query(c, q + r * D, room.queries + r * pairs_stride(D));
     for (long s = 0, num; s < size; s += num) {
         num = size - s < AT_ONCE ? size - s : AT_ONCE;
         struct ahead next = s + num < size ? slots_ahead(c, table, head, 0, base + s + num, end)
                                            : slots_ahead(c, table, head, value_bytes, base, end);
         for (long p = 0; p < num / PANEL; p++) {
             prefetch_some(&next, PANEL * D * AT_ONCE / num);
-            pair_keys(c, table, head, base + s + p * PANEL, begin, end, packed + p * key_bytes);
+            pair_keys(c, table, head, base + s + p * PANEL, begin, end, room.rest + p * key_bytes);
         }
-        failed |= pairs_product(scaled, G, D, D, packed, key_bytes, num / PANEL, &next, 1, scores + s, size);
+        failed |= pairs_product(room.queries, G, pairs_stride(D), blocks_of(D), room.rest, key_bytes, num / PANEL,
+                                &next, 1, room.scores + s, size);
     }
     for (long r = 0; r < G; r++) {
-        float *row = scores + r * size;
-        for (long s = whole; s < low; s++) row[s] = -__builtin_inff();
-        factors[r] = softmax(row + whole, end - base - whole, (end - base - whole + 7) / 8 * 8);
-        memset(row, 0, low * sizeof(float));
-        memset(row + end - base, 0, (size - (end - base)) * sizeof(float));
+        float *row = room.scores + r * size;
+        room.factors[r] = round_softmax(row, begin - base, end - base, size, room.weights + r * stride);
     }
     for (long s = 0, num; s < size; s += num) {
         num = size - s < AT_ONCE ? size - s : AT_ONCE;
@@ -199,13 +249,13 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
             s + num < size ? slots_ahead(c, table, head, value_bytes, base + s + num, end) : following;
         for (long half = 0; half < 2 * blocks; half++) {
             prefetch_some(&next, SIDE * D * AT_ONCE / num);
-            pair_values(c, table, head, base + s + half * SIDE, begin, end, packed + half * TILE_BYTES / 2,
+            pair_values(c, table, head, base + s + half * SIDE, begin, end, room.rest + half * TILE_BYTES / 2,
                         blocks * TILE_BYTES);
         }
-        failed |= pairs_product(scores + s, G, size, num, packed, blocks * TILE_BYTES, all / PANEL, &next, s == 0, sums,
-                                all);
+        failed |= pairs_product(room.weights + 2 * s, G, stride, blocks, room.rest, blocks * TILE_BYTES, all / PANEL,
+                                &next, s == 0, room.sums, all);
     }
-    for (long r = 0; r < G; r++) multiply_by(sums + r * all, factors[r], D, out + r * D);
+    for (long r = 0; r < G; r++) multiply_by(room.sums + r * all, room.factors[r], D, out + r * D);
     return failed;
 }
 
@@ -218,17 +268,13 @@ INLINE long first_seen(const struct decode *a, long i) {
 static int decode_in_pairs(void *job, long unit) {
     const struct decode *a = job;
     const struct cache *c = &a->cache;
-    const long i = unit / c->kv_heads, head = unit % c->kv_heads, end = a->lens[i], D = c->head_dim, G = c->group;
-    const long begin = first_seen(a, i), next = unit + a->threads < a->units ? unit + a->threads : unit;
-    const long size = blocks_of(end - begin / BLOCK * BLOCK) * BLOCK, width = blocks_of(D) * BLOCK;
-    const long other = next / c->kv_heads;
-    float *room = grown(&attending, rows_held(G) * (size + dims_of(D)) + G * D + G + SIDE + AT_ONCE * width / 2);
-    if (!room) return 1;
-    return attend_in_pairs(c, a->q + i * a->q_stride + head * G * D, a->tables + i * a->width, head, begin, end, room,
-                           size,
+    const long i = unit / c->kv_heads, head = unit % c->kv_heads;
+    const long next = unit + a->threads < a->units ? unit + a->threads : unit, other = next / c->kv_heads;
+    return attend_in_pairs(c, a->q + i * a->q_stride + head * c->group * c->head_dim, a->tables + i * a->width, head,
+                           first_seen(a, i), a->lens[i],
                            slots_ahead(c, a->tables + other * a->width, next % c->kv_heads, 0,
                                        first_seen(a, other) / BLOCK * BLOCK, a->lens[other]),
-                           a->out + (i * c->kv_heads + head) * G * D);
+                           a->out + unit * c->group * c->head_dim);
 }
 
 /* See DECODE. */
@@ -238,6 +284,26 @@ int baton_decode_pairs(const float *q, long q_stride, const char *layer, long bl
     const struct cache c = {layer, block_bytes, head_bytes, kv_heads, group, block_size, head_dim, scale};
     struct decode a = {c, q, q_stride, tables, width, lens, window, kv_heads, out, N * kv_heads, threads};
     return share(a.units, threads, decode_in_pairs, &a);
+}
+
+/* As `attend_tile`. */
+static int attend_tile_in_pairs(const struct prefill *a, long begin, long end) {
+    const struct cache *c = &a->cache;
+    const long D = c->head_dim, num = end - begin, all = dims_of(D), slots = seen_by(a, end - 1).end;
+    const long blocks = blocks_of(slots), size = blocks * BLOCK, stride = pairs_stride(size);
+    const struct paired_room room = paired_room(c, num, size, 0);
+    if (!room.scores) return 1;
+    for (long r = 0; r < num; r++) round_query(c, query_of(a, begin + r), room.queries + r * pairs_stride(D));
+    int failed = pairs_product(room.queries, num, pairs_stride(D), blocks_of(D), a->keys, blocks_of(D) * TILE_BYTES,
+                               2 * blocks, NULL, 1, room.scores, size);
+    for (long r = 0; r < num; r++) {
+        const struct seen seen = seen_by(a, begin + r);
+        room.factors[r] = round_softmax(room.scores + r * size, seen.begin, seen.end, size, room.weights + r * stride);
+    }
+    failed |= pairs_product(room.weights, num, stride, blocks, a->values, blocks_of(a->size) * TILE_BYTES, all / PANEL,
+                            NULL, 1, room.sums, all);
+    for (long r = 0; r < num; r++) multiply_by(room.sums + r * all, room.factors[r], D, attended_by(a, begin + r));
+    return failed;
 }
 
 static int pair_slots(void *job, long unit) {
@@ -264,7 +330,7 @@ int baton_prefill_pairs(const float *q, long q_stride, const char *layer, long b
     const long key_bytes = panels * blocks_of(head_dim) * TILE_BYTES;
     char *keys = aligned_alloc(64, key_bytes + dims_of(head_dim) / PANEL * blocks * TILE_BYTES);
     if (!keys) return 1;
-    struct prefill a = {c,      q,    q_stride,  table, start, first, end, window, panels,
-                        size, N * group, 0, QUERIES_IN_PAIRS, 1, keys, keys + key_bytes, out};
+    struct prefill a = {c, q, q_stride, table, start, first, end, window, panels, size, N * group, 0, QUERIES_IN_PAIRS,
+                        attend_tile_in_pairs, keys, keys + key_bytes, out};
     return attend_prompt(&a, pair_slots, threads);
 }

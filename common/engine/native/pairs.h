@@ -36,20 +36,19 @@ INLINE void round_row(const float *x, long n, char *to) {
 
 struct rounding {
     const float *x;
-    long stride, K;
+    long K;
     char *to;
 };
 
 static int round_one(void *job, long unit) {
     const struct rounding *a = job;
-    round_row(a->x + unit * a->stride, a->K, a->to + unit * blocks_of(a->K) * 2 * BLOCK);
+    round_row(a->x + unit * a->K, a->K, a->to + unit * blocks_of(a->K) * 2 * BLOCK);
     return 0;
 }
 
-/* Round M rows of K numbers, `stride` apart, in memory of this thread, where they follow each other; NULL if there is
-   not enough. */
-static const char *rounded_rows(const float *x, long M, long stride, long K, int threads) {
-    struct rounding a = {x, stride, K, (char *)grown(&rounded, M * blocks_of(K) * SIDE)};
+/* Round M rows of K numbers in memory of this thread; NULL if there is not enough. */
+static const char *rounded_rows(const float *x, long M, long K, int threads) {
+    struct rounding a = {x, K, (char *)grown(&rounded, M * blocks_of(K) * SIDE)};
     if (a.to) share(M, M > MANY ? threads : 1, round_one, &a);
     return a.to;
 }
@@ -65,11 +64,14 @@ INLINE void round_side(const float *x, char *to) {
 #endif
 }
 
-/* From a row of F gated numbers to the next: floats, or `rounded` to bf16 and padded with zeros to whole blocks. */
-INLINE long gated_bytes(long F, int rounded) { return rounded ? blocks_of(F) * 2 * BLOCK : F * sizeof(float); }
+/* From a row of n numbers to the next: floats, or those of `round_row`. */
+INLINE long bytes_of_row(long n, int rounded) { return rounded ? blocks_of(n) * 2 * BLOCK : n * (long)sizeof(float); }
 
-/* Rows of sums that `pairs_product` may write for M rows: a second tile of rows is whole. */
+/* Rows of x that `pairs_product` may read, and of sums that it may write, for M of them: a second tile is whole. */
 INLINE long rows_held(long M) { return M % (2 * SIDE) > SIDE ? (M + 2 * SIDE - 1) / (2 * SIDE) * 2 * SIDE : M; }
+
+/* From a row of its inputs to the next, in bytes: an odd number of lines, which are not in one place of a cache. */
+INLINE long pairs_stride(long K) { return (blocks_of(K) | 1) * 2 * BLOCK; }
 
 #include "tiles.h"
 
@@ -97,13 +99,13 @@ static int multiply_pairs(const float *x, const char *rounded, long M, long K, c
     const long blocks = blocks_of(K);
 #ifdef TILES
     if (with_tiles) {
-        struct tiled product = {.x = x, .M = M, .K = K, .stride = K, .blocks = blocks, .rounded = rounded, .w = w,
+        struct tiled product = {.x = x, .M = M, .K = K, .blocks = blocks, .rounded = rounded, .w = w,
                                 .panel_bytes = blocks * TILE_BYTES, .panels = (N + SIDE - 1) / SIDE, .bias = bias,
                                 .out = (char *)out, .N = N};
         return multiply_tiles(&product, threads);
     }
 #endif
-    const char *rows = rounded ? rounded : rounded_rows(x, M, K, K, threads);
+    const char *rows = rounded ? rounded : rounded_rows(x, M, K, threads);
     return rows ? baton_linear_words((const float *)rows, M, blocks * SIDE, w, bias, out, N, threads) : 1;
 }
 
@@ -115,28 +117,29 @@ int baton_linear_pairs(const float *x, long M, long K, const char *w, const floa
 }
 
 /* The same of rows that are rounded already, and padded with zeros to whole blocks. */
-int baton_linear_rounded(const char *x, long M, long K, const char *w, const float *bias, float *out, long N,
+int baton_linear_rounded(const float *x, long M, long K, const char *w, const float *bias, float *out, long N,
                          int threads) {
-    return multiply_pairs(NULL, x, M, K, w, bias, out, N, threads);
+    return multiply_pairs(NULL, (const char *)x, M, K, w, bias, out, N, threads);
 }
 
-/* The same by one thread, for attention: M rows of x, `stride` apart, with `panels` panels, `panel_bytes` apart, to
-   rows of `out`, `width` apart, a multiple of 16. The products are added to what is there unless they are `fresh`.
-   Meanwhile prefetch a share of `next`, unless that is NULL. */
-static int pairs_product(const float *x, long M, long stride, long K, const char *w, long panel_bytes, long panels,
+/* The same by one thread, for attention: M rounded rows of x, `stride` bytes apart, of `blocks` blocks, with `panels`
+   panels, `panel_bytes` apart, to rows of `out`, `width` apart, a multiple of 16. The products are added to what is
+   there unless they are `fresh`. Meanwhile prefetch a share of `next`, unless that is NULL. Returns 0, or 1 if there is
+   not enough memory. */
+static int pairs_product(const char *x, long M, long stride, long blocks, const char *w, long panel_bytes, long panels,
                          const struct ahead *next, int fresh, float *out, long width) {
-    const long blocks = blocks_of(K), words = blocks * SIDE;
 #ifdef TILES
     if (with_tiles) {
         for (long at = 0; next && at < panels * panel_bytes / 64 * next->pace / STREAMS; at += 64)
             UNROLL for (int i = 0; i < STREAMS; i++) __builtin_prefetch(next->at[i] + at, 0, 2);
-        return attend_tiles(x, M, stride, K, w, panel_bytes, panels, fresh, out, width);
+        attend_tiles(x, M, stride, blocks, w, panel_bytes, panels, fresh, out, width);
+        return 0;
     }
 #endif
-    const char *rows = rounded_rows(x, M, stride, K, 1);
+    const long words = blocks * SIDE;
     float *packed = room_for(M * words);
-    if (!rows || !packed) return 1;
-    for (long t = 0; t < tiles_of(M); t++) pack_tile((const float *)rows, M, t, words, words, packed);
+    if (!packed) return 1;
+    for (long t = 0; t < tiles_of(M); t++) pack_tile((const float *)x, M, t, stride / 4, words, packed);
     panels_pairs(packed, M, words, w, 4 * SIDE, panel_bytes, panels, next, fresh, NULL, out, width, 0);
     return 0;
 }

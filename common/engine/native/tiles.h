@@ -40,8 +40,8 @@ static __thread struct room summed, waiting;
 /* A product, or the part of it that is computed at a time: `rows` rows of x from `m` on, and `num` blocks of the input
    features from `k` on. A unit of packing is a tile of rows, and one of multiplying is `run` panels. */
 struct tiled {
-    const float *x; /* M rows of K numbers, `stride` apart */
-    long M, K, stride, blocks;
+    const float *x; /* M rows of K numbers */
+    long M, K, blocks;
     const char *rounded; /* or these rows, rounded, of whole blocks; also if there is but a tile of them */
     const char *w;
     long panel_bytes, panels; /* from a panel to the next one, and their number */
@@ -69,10 +69,10 @@ static int pack_row_tile(void *job, long unit) {
             memset(to + rows * 2 * BLOCK, 0, (SIDE - rows) * 2 * BLOCK);
             continue;
         }
-        const float *from = a->x + (a->m + first) * a->stride + at;
+        const float *from = a->x + (a->m + first) * a->K + at;
         for (long r = 0; r < rows; r++) {
-            if (num == BLOCK) round_row(from + r * a->stride, BLOCK, to + r * 2 * BLOCK);
-            else round_row(from + r * a->stride, num, to + r * 2 * BLOCK);
+            if (num == BLOCK) round_row(from + r * a->K, BLOCK, to + r * 2 * BLOCK);
+            else round_row(from + r * a->K, num, to + r * 2 * BLOCK);
         }
         memset(to + rows * 2 * BLOCK, 0, (SIDE - rows) * 2 * BLOCK);
     }
@@ -102,7 +102,7 @@ INLINE void write_row(const struct tiled *a, const float *left, const float *rig
 
 INLINE void gate_row(const struct tiled *a, const float *gates, const float *ups, long row, long panel) {
     const float *bias = a->bias ? a->bias + panel * SIDE : NULL;
-    char *to = a->out + row * gated_bytes(a->N, 1) + panel * SIDE;
+    char *to = a->out + row * bytes_of_row(a->N, 1) + panel * SIDE;
     float gated[SIDE];
     UNROLL for (int i = 0; i < SIDE; i += LANE) {
         lane gate = lanes(gates + i), up = lanes(ups + i);
@@ -285,7 +285,7 @@ static int multiply_tiles(struct tiled *a, int threads) {
     const int at_once = height <= FEW * SIDE || height * a->blocks <= TILES_ROWS * TILES_DEPTH;
     const long depth = at_once ? a->blocks : TILES_DEPTH;
     if (a->M <= SIDE) { /* a tile is rounded, and not packed */
-        if (!a->rounded && !(a->rounded = rounded_rows(a->x, a->M, a->stride, a->K, 1))) return 1;
+        if (!a->rounded && !(a->rounded = rounded_rows(a->x, a->M, a->K, 1))) return 1;
     } else if (!(a->packed = (char *)room_for(row_tiles_of(height) * depth * TILE_BYTES / 4))) {
         return 1;
     }
@@ -301,39 +301,26 @@ static int multiply_tiles(struct tiled *a, int threads) {
     return 0;
 }
 
-/* Products for attention by one thread, with the arguments of `pairs_product`. Returns 0, or 1 if there is not enough
-   memory. */
-static int attend_tiles(const float *x, long M, long stride, long K, const char *w, long panel_bytes, long panels,
-                        int fresh, float *out, long width) {
-    struct tiled a = {.x = x, .K = K, .stride = stride, .blocks = blocks_of(K), .num = blocks_of(K)};
-    const long row_bytes = a.num * 2 * BLOCK, out_bytes = width * sizeof(float);
-    for (; a.m < M; a.m += 2 * SIDE) {
-        a.rows = M - a.m < 2 * SIDE ? M - a.m : 2 * SIDE;
-        const int two = a.rows > SIDE, beside = two ? 2 : 4;
-        struct row_tiles rows = {NULL, 2 * BLOCK, row_bytes, 0};
-        if (two) {
-            a.packed = (char *)room_for(2 * SIDE * row_bytes / 4);
-            for (long t = 0; a.packed && t < 2; t++) pack_row_tile(&a, t);
-            rows = (struct row_tiles){a.packed, TILE_BYTES, 4 * SIDE, SIDE * row_bytes};
-        } else {
-            rows.at = rounded_rows(x + a.m * stride, a.rows, stride, K, 1);
-        }
-        if (!rows.at) return 1;
-        configure_tiles(a.rows);
+/* Products for attention by one thread, with the arguments of `pairs_product`. */
+static void attend_tiles(const char *x, long M, long stride, long blocks, const char *w, long panel_bytes, long panels,
+                         int fresh, float *out, long width) {
+    for (long m = 0; m < M; m += 2 * SIDE, x += 2 * SIDE * stride, out += 2 * SIDE * width) {
+        const long left = M - m, beside = left > SIDE ? 2 : 4;
+        const struct row_tiles rows = {x, 2 * BLOCK, stride, SIDE * stride};
+        configure_tiles(left);
         for (long p = 0; p < panels; p += beside) {
             const char *at[4];
             char *sums[4];
             for (int i = 0; i < 4; i++) { /* panels that are not there are the last one, which is written again */
                 const long panel = p + i % beside < panels ? p + i % beside : panels - 1;
                 at[i] = w + panel * panel_bytes;
-                sums[i] = (char *)(out + (a.m + i / beside * SIDE) * width + panel * SIDE);
+                sums[i] = (char *)(out + i / beside * SIDE * width + panel * SIDE);
             }
-            if (two) multiply_blocks(2, 2, 0, rows, at, a.num, fresh, sums, out_bytes, NULL);
-            else multiply_blocks(1, 4, 0, rows, at, a.num, fresh, sums, out_bytes, NULL);
+            if (beside == 2) multiply_blocks(2, 2, 0, rows, at, blocks, fresh, sums, 4 * width, NULL);
+            else multiply_blocks(1, 4, 0, rows, at, blocks, fresh, sums, 4 * width, NULL);
         }
         RELEASE;
     }
-    return 0;
 }
 
 #endif
