@@ -71,10 +71,11 @@ def recorded(name: str) -> Run | None:
 
 
 def by_cpu(name: str) -> str:
-    """The name of a record of what depends on the CPU's instructions: with `-amx` or `-avx2` behind it on such a CPU,
-    unchanged with AVX-512."""
+    """The name of a record of what depends on the CPU's instructions: with `-amx` or `-avx2` behind it where these are
+    the widest. (Records without either are mostly of a CPU with AVX-512; their tables name it.)"""
     flags = cpuinfo("flags").split()
-    return f"{name}-amx" if "amx_bf16" in flags else name if "avx512f" in flags else f"{name}-avx2"
+    widest = next((each for each in ("amx_bf16", "avx512f", "avx2") if each in flags), "")
+    return name + {"amx_bf16": "-amx", "avx2": "-avx2"}.get(widest, "")
 
 
 def tree() -> dict[str, str]:

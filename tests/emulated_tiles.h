@@ -1,4 +1,4 @@
-/* The instructions of AMX for `pairs.h`, computed without it, as Intel's Software Developer's Manual describes them. They
+/* The instructions of AMX for `tiles.h`, computed without it, as Intel's Software Developer's Manual describes them. They
    check that a tile is used only while tiles are configured, and with fitting rows. */
 
 #include <assert.h>

@@ -58,12 +58,14 @@ def best(runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def chosen(form: str, model: str, dtype: str) -> Settings:
-    """The best settings that are recorded for a form (`single`, `pair`), model and dtype, of a CPU with this one's
-    instructions if there are any; the defaults if none are recorded."""
+    """The best settings that are recorded for a form (`single`, `pair`), model and dtype: those of a CPU with such
+    instructions, or else of another one, or the defaults."""
     name = f"vllm-settings-{model}-{dtype}"
-    record = recorded(by_cpu(name)) or recorded(name)
-    runs = [each for each in record["figures"]["runs"] if each["form"] == form] if record else []
-    return Settings(**best(runs)["settings"]) if runs else Settings()
+    for record in (recorded(by_cpu(name)), recorded(name)):
+        runs = [each for each in record["figures"]["runs"] if each["form"] == form] if record else []
+        if runs:
+            return Settings(**best(runs)["settings"])
+    return Settings()
 
 
 def described(dtype: str, by_form: Mapping[str, object]) -> dict[str, object]:

@@ -49,8 +49,8 @@ def kernels() -> Kernels:
 
 @pytest.fixture(scope="module")
 def large(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """The kernels with the tiles of a CPU with AVX-512."""
-    return build(tmp_path_factory.mktemp("large"), "-DLARGE_TILES")
+    """The kernels with the tiles of a CPU with AVX-512, and without AMX."""
+    return build(tmp_path_factory.mktemp("large"), "-DLARGE_TILES", "-U__AMX_TILE__")
 
 
 @pytest.fixture(scope="module", params=["of this CPU", "large"])
@@ -87,17 +87,20 @@ def distance(out: torch.Tensor, ref: torch.Tensor) -> float:
 # --- threads ---------------------------------------------------------------------------------------------------------
 
 
-def test_callers_at_the_same_time_get_their_own_products(kernels: Kernels) -> None:
+@pytest.mark.parametrize(("in_pairs", "features", "times"), [(False, 96, 300), (True, 96, 300), (True, 4200, 10)])
+def test_callers_at_the_same_time_get_their_own_products(in_pairs: bool, features: int, times: int) -> None:
+    """More than 4,096 input features of 200 rows are multiplied in parts."""
     torch.manual_seed(0)
-    packed = pack(torch.randn(500, 96))
-    inputs = [torch.randn(rows, 96) for rows in (1, 5, 40, 200)]
+    kernels = native._load()
+    packed = pack_pairs(torch.randn(500, features).bfloat16()) if in_pairs else pack(torch.randn(500, features))
+    inputs = [torch.randn(rows, features) for rows in (1, 20, 40, 200)]
     torch.set_num_threads(1)
     alone = [kernels.linear(x, packed, None, 500) for x in inputs]
     torch.set_num_threads(3)
 
     def call(index: int) -> bool:
         torch.set_num_threads(3)  # the number is of a thread
-        return all(torch.equal(kernels.linear(inputs[index], packed, None, 500), alone[index]) for _ in range(300))
+        return all(torch.equal(kernels.linear(inputs[index], packed, None, 500), alone[index]) for _ in range(times))
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(call, range(4))) == [True] * 4
@@ -465,6 +468,22 @@ def test_a_chunk_does_not_see_what_comes_after_it(kernels: Kernels) -> None:
     assert torch.equal(prefill(kernels, q, layer, tables[0], 10, None, 0.25), before)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_in_pairs_what_a_token_does_not_see_has_no_weight(pairing: Kernels, window: int | None) -> None:
+    """Not even a small one: values that are seen are zeros, and the others as large as there are."""
+    q, layer, tables, _ = scene(torch.bfloat16, 16, 1, 2, (40,))
+    q = q.expand(40, -1, -1).contiguous()
+    for token in (0, 7, 20, 38):
+        begin = max(token + 1 - window, 0) if window else 0
+        for slot in range(40):
+            seen = begin <= slot <= token
+            layer[tables[0, slot // 16], :, 1, slot % 16] = 0.0 if seen else 3e38
+        chunk = prefill(pairing, q, layer, tables[0], 0, window, 0.25)
+        assert not bool(chunk[token].any()), token
+        step = decode(pairing, q[token : token + 1], layer, tables, torch.tensor([token + 1]), window, 0.25)
+        assert not bool(step.any()), token
+
+
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF])
 def test_no_nan_is_lost(kernels: Kernels, bits: int) -> None:
     _, layer, tables, _ = scene(torch.float32, 16, 1, 2, (40,))
@@ -508,8 +527,14 @@ ROUNDED = 3e-3
 """‖out - ref‖ / ‖ref‖ where weights of slots are rounded to bf16."""
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 48, 64, 128])
-@pytest.mark.parametrize(("num_kv_heads", "group", "block_size"), [(3, 1, 16), (2, 2, 3), (1, 7, 32), (1, 20, 64)])
+GROUPS = [(3, 1, 16), (2, 2, 3), (1, 7, 32), (1, 20, 64)]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "group", "block_size"),
+    [(head_dim, *group) for head_dim in (8, 40, 64) for group in GROUPS]
+    + [(48, 1, 7, 32), (128, 2, 2, 3), (24, 1, 49, 16), (56, 1, 35, 16), (512, 1, 1, 16)],
+)
 def test_attention_in_pairs_is_that_of_rounded_queries(
     pairing: Kernels, head_dim: int, num_kv_heads: int, group: int, block_size: int
 ) -> None:
@@ -666,11 +691,12 @@ def test_gated_products(tiled: Kernels, out: int, features: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize(("out", "features"), [*GATED_SHAPES, (40, 17000), (2600, 40)])
+@pytest.mark.parametrize(("out", "features"), [*GATED_SHAPES, (40, 2500), (40, 17000), (2600, 40), (2080, 2000)])
 def test_gated_products_in_pairs(pairing: Kernels, out: int, features: int, number: int) -> None:
     torch.set_num_threads(number)
     gated, plain = gating(pairing, out, features, torch.bfloat16, bias=out % 100 != 0)
-    for rows in GATED_ROWS:
+    beyond = {(72, 40): [513, 530, 546], (48, 1500): [530], (40, 2500): [546]}  # rows that are multiplied at once
+    for rows in [*GATED_ROWS, *beyond.get((out, features), [])]:
         x = torch.randn(rows, features)
         expected = pairing.silu_mul(plain(x))
         result = cast("torch.Tensor", gated.gate(x))

@@ -34,6 +34,7 @@ LENGTHS = [(40, 1), (33, 1), (20, 17), (5, 1), (64, 1), (1, 300)]
 """Tokens of each sequence in the first step and in the second one: decode tokens and chunks side by side."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases, gates that are no panel": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 72}),
+    "a hidden size that is no block": ("llama", {"hidden_size": 72, "head_dim": 16}),
     "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "norms of heads, as many of them": ("qwen3", {"num_key_value_heads": 4, "intermediate_size": 1100}),
 }

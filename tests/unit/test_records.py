@@ -15,8 +15,8 @@ from benchmarks import record as records
 from benchmarks.record import RESULTS, ROOT, is_clean, machine, product_digest, record
 
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
-DRAWN_BY_NOBODY = {"idle", "gpu-compile", "worker-memory", "floors-0.5b-float32-1", "floors-0.5b-bfloat16-1"}
-DRAWN_BY_NOBODY |= {"widths-steps", "widths-pulls", "floors-0.5b-bfloat16-1-amx"}
+DRAWN_BY_NOBODY = {"idle", "gpu-compile", "worker-memory", "widths-steps", "widths-pulls"}
+DRAWN_BY_NOBODY |= {name for name in NAMES if name.startswith("floors-")}
 """Records of runs without randomness."""
 BESIDE_OTHERS = {
     name: "vllm" for name in NAMES if name.startswith(("versus-", "goodput-", "vllm-settings-", "bench-agreement"))

@@ -1,7 +1,7 @@
 /* Gated products: out `[M, F]` = silu(x times the gates) * (x times the ups). Included by `kernels.c`.
 
    Panels of gates and of ups alternate. A thread takes some of them, holds their sums in its caches, and writes only
-   the gated numbers: the sums of many rows would be the largest activations by far. */
+   the gated numbers: the sums of many rows would be the largest activations by far. For AMX see `tiles.h`. */
 
 enum { SUMS = 1 << 15 }; /* numbers of the sums that a thread holds */
 

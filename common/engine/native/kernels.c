@@ -557,14 +557,12 @@ INLINE float softmax(float *row, long num, long size) {
     float top = most[0];
     for (int i = 1; i < LANE; i++) top = most[i] > top ? most[i] : top;
     for (; s < size; s++) top = row[s] > top ? row[s] : top;
-    lane sums[2] = {{0}, {0}};
-    for (s = 0; s + 2 * LANE <= size; s += 2 * LANE)
-        UNROLL for (int i = 0; i < 2; i++) {
-            const lane x = exp_of_lanes(lanes(row + s + i * LANE) - top);
-            sums[i] += x;
-            memcpy(row + s + i * LANE, &x, sizeof(x));
-        }
-    v8 total = add_lanes(splat(0), sums[0] + sums[1]);
+    v8 total = splat(0);
+    for (s = 0; s + LANE <= size; s += LANE) {
+        const lane x = exp_of_lanes(lanes(row + s) - top);
+        total = add_lanes(total, x);
+        memcpy(row + s, &x, sizeof(x));
+    }
     for (; s < size; s += 8) {
         const v8 x = exp_of(floats(row + s) - top);
         total += x;

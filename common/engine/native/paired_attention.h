@@ -193,6 +193,8 @@ static float round_softmax(float *row, long begin, long end, long size, char *to
         }
         round_row(block, BLOCK, to + 2 * s);
     }
+    memset(to + 2 * first, 0, 2 * (begin - first)); /* what is smallest is not zero */
+    memset(to + 2 * end, 0, 2 * (size - end));
     return 1.0f / sum_of(add_lanes(splat(0), sums[0] + sums[1]));
 }
 
