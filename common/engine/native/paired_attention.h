@@ -257,6 +257,7 @@ static int attend_in_pairs(const struct cache *c, const float *q, const int64_t 
         failed |= pairs_product(room.weights + 2 * s, G, stride, blocks, room.rest, blocks * TILE_BYTES, all / PANEL,
                                 &next, s == 0, room.sums, all);
     }
+    end_products();
     for (long r = 0; r < G; r++) multiply_by(room.sums + r * all, room.factors[r], D, out + r * D);
     return failed;
 }
@@ -304,6 +305,7 @@ static int attend_tile_in_pairs(const struct prefill *a, long begin, long end) {
     }
     failed |= pairs_product(room.weights, num, stride, blocks, a->values, blocks_of(a->size) * TILE_BYTES, all / PANEL,
                             NULL, 1, room.sums, all);
+    end_products();
     for (long r = 0; r < num; r++) multiply_by(room.sums + r * all, room.factors[r], D, attended_by(a, begin + r));
     return failed;
 }

@@ -124,8 +124,8 @@ int baton_linear_rounded(const float *x, long M, long K, const char *w, const fl
 
 /* The same by one thread, for attention: M rounded rows of x, `stride` bytes apart, of `blocks` blocks, with `panels`
    panels, `panel_bytes` apart, to rows of `out`, `width` apart, a multiple of 16. The products are added to what is
-   there unless they are `fresh`. Meanwhile prefetch a share of `next`, unless that is NULL. Returns 0, or 1 if there is
-   not enough memory. */
+   there unless they are `fresh`. Meanwhile prefetch a share of `next`, unless that is NULL. After the last one, call
+   `end_products`. Returns 0, or 1 if there is not enough memory. */
 static int pairs_product(const char *x, long M, long stride, long blocks, const char *w, long panel_bytes, long panels,
                          const struct ahead *next, int fresh, float *out, long width) {
 #ifdef TILES
@@ -142,4 +142,10 @@ static int pairs_product(const char *x, long M, long stride, long blocks, const 
     for (long t = 0; t < tiles_of(M); t++) pack_tile((const float *)x, M, t, stride / 4, words, packed);
     panels_pairs(packed, M, words, w, 4 * SIDE, panel_bytes, panels, next, fresh, NULL, out, width, 0);
     return 0;
+}
+
+static void end_products(void) {
+#ifdef TILES
+    if (with_tiles) release_tiles();
+#endif
 }

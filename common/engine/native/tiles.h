@@ -212,8 +212,14 @@ INLINE void multiply_blocks(int tiles, int panels, int many, struct row_tiles x,
     STORE(3, sums[3], stride);
 }
 
-/* Configure tiles of up to `rows` rows of x. */
+/* Rows for which this thread's tiles are configured; 0: they are not. */
+static __thread long configured;
+
+/* Configure tiles of up to `rows` rows of x, unless they are: it takes some hundred cycles. */
 static void configure_tiles(long rows) {
+    if (rows > SIDE) rows = SIDE;
+    if (configured == rows) return;
+    configured = rows;
     struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
@@ -221,9 +227,14 @@ static void configure_tiles(long rows) {
     } config = {.palette = 1};
     for (int t = 0; t < 8; t++) {
         config.row_bytes[t] = 4 * SIDE;
-        config.rows[t] = t < 5 && rows < SIDE ? rows : SIDE; /* the sums and the rows of x */
+        config.rows[t] = t < 5 ? rows : SIDE; /* the sums and the rows of x */
     }
     CONFIGURE(&config);
+}
+
+static void release_tiles(void) {
+    configured = 0;
+    RELEASE;
 }
 
 /* Multiply two tiles of rows from t on with two panels from p on, or one with four, as far as they are there: `num`
@@ -276,7 +287,7 @@ static int tiled_panels(void *job, long unit) {
                 multiply_some(a, t, p, end, k, a->num - k < depth ? a->num - k : depth, sums + t / 2 * size, &also);
     }
     if (also.done.sums) finish(a, &also.done, 0, 2 * SIDE);
-    RELEASE;
+    release_tiles();
     return 0;
 }
 
@@ -307,7 +318,7 @@ static int multiply_tiles(struct tiled *a, int threads) {
     return 0;
 }
 
-/* Products for attention by one thread, with the arguments of `pairs_product`. */
+/* Products for attention by one thread, with the arguments of `pairs_product`. Tiles stay configured. */
 static void attend_tiles(const char *x, long M, long stride, long blocks, const char *w, long panel_bytes, long panels,
                          int fresh, float *out, long width) {
     for (long m = 0; m < M; m += 2 * SIDE, x += 2 * SIDE * stride, out += 2 * SIDE * width) {
@@ -325,7 +336,6 @@ static void attend_tiles(const char *x, long M, long stride, long blocks, const 
             if (beside == 2) multiply_blocks(2, 2, 0, rows, at, blocks, fresh, sums, 4 * width, NULL);
             else multiply_blocks(1, 4, 0, rows, at, blocks, fresh, sums, 4 * width, NULL);
         }
-        RELEASE;
     }
 }
 
