@@ -87,7 +87,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
         queued_tokens=by_tier((r.work.tier, scheduler.num_uncomputed_of(r)) for r in requests),
         sequences=by_tier((r.work.tier, len(r.work.choices)) for r in requests),
         places=scheduler.num_places,
-        token_s=core.engine.costs.prefill_s_per_token,
+        token_s=core.engine.costs.prompt_s_per_token,
         sequence_s=core.totals.sequence_s,
         itl_s=core.totals.itl_s if scheduler.batch.num_running else 0.0,
         prompt_tokens=core.totals.prompt,

@@ -75,7 +75,7 @@ class PrefixPulls:
     def token_s(self) -> float:
         """Estimated seconds to pull a token. If nothing is pulled, the seconds to compute one."""
         if self._when == "never":
-            return self._costs.prefill_s_per_token
+            return self._costs.prompt_s_per_token
         return self._s_per_block / self._block_size
 
     def consider(self, request: PrefillRequest, now: float) -> PrefixPull | None:

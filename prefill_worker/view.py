@@ -38,7 +38,7 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
         blocks_total=core.pool.num_blocks,
         phase=core.front.phase,
         queued_tokens=by_tier((r.tier, r.num_uncomputed) for r in scheduler.requests()),
-        token_s=core.engine.costs.prefill_s_per_token,
+        token_s=core.engine.costs.prompt_s_per_token,
         pulled_token_s=core.prefix_pulls.token_s,
         prompt_tokens=core.totals.prompt,
     )
@@ -69,7 +69,7 @@ def metrics(core: PrefillCore) -> Iterable[Metric]:
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", core.totals.scored)
     queued = scheduler.num_uncomputed
     yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
-    queued_s = queued * core.engine.costs.prefill_s_per_token
+    queued_s = queued * core.engine.costs.prompt_s_per_token
     yield gauge("baton_prefill_queued_seconds", "What computing them is expected to take.", queued_s)
     queried, hit = {name: scheduler.num_prefix_queried}, {name: scheduler.num_prefix_hit}
     yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")

@@ -47,6 +47,8 @@ CPU_CACHE_BYTES = 256 * 2**20
 """Bytes of a CPU worker's KV cache if no size was given."""
 _MEASURE_S = 1.0
 """`measure_costs` leaves out a run that could end later than this many seconds after the first run began."""
+_REPEAT_S = 0.1
+"""Seconds for which `measure_costs` repeats runs: short ones are interrupted while other workers start."""
 _LONG_STEP_S = 0.1
 """Seconds of a step that is long enough to tell the cost of a token: no larger step is measured."""
 _MEASURED_BLOCKS = (1, 8, 8)
@@ -374,21 +376,23 @@ def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], flo
         runner.swap_in([(block, block) for block in range(num)])
         cache.synchronize()
 
-    step_s, token_s = _step_and_token_s(prefill, most_tokens, clock)
+    step_s, token_s, step_tokens = _time_steps(prefill, most_tokens, clock)
     swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
     runner.clear(len(table))
-    return Costs(prefill_s_per_token=token_s, step_s=step_s, swap_s_per_block=swap_s / 2)
+    return Costs(prefill_s_per_token=token_s, step_s=step_s, step_tokens=step_tokens, swap_s_per_block=swap_s / 2)
 
 
-def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """(seconds of a step beside its tokens, seconds per token), from a small and a large step."""
+def _time_steps(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float, int]:
+    """(seconds of a step beside its tokens, seconds per token, tokens of the large step), from a small and a large
+    step."""
     took_s: dict[int, float] = {}
-    end = clock() + _MEASURE_S
+    begin = clock()
+    end = begin + _MEASURE_S
 
     def time_run(size: int) -> None:
-        begin = clock()
+        run_begin = clock()
         run(size)
-        took_s[size] = min(clock() - begin, took_s.get(size, math.inf))
+        took_s[size] = min(clock() - run_begin, took_s.get(size, math.inf))
 
     small = large = min(MIN_OBSERVED_TOKENS, most)
     time_run(small)  # warms up
@@ -403,10 +407,13 @@ def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[],
         large = size
     if large > small and clock() + took_s[large] <= end:
         time_run(large)  # the first one may have been interrupted
+    while clock() + took_s[small] + took_s[large] <= begin + _REPEAT_S:
+        time_run(small)
+        time_run(large)
     if took_s[large] <= took_s[small]:  # only one size, or a large step that takes no longer than a small one
-        return 0.0, took_s[large] / large
+        return 0.0, took_s[large] / large, large
     token_s = (took_s[large] - took_s[small]) / (large - small)
-    return max(0.0, took_s[small] - small * token_s), token_s
+    return max(0.0, took_s[small] - small * token_s), token_s, large
 
 
 def _least_s(run: Callable[[int], None], sizes: Sequence[int], clock: Callable[[], float]) -> float:

@@ -32,10 +32,17 @@ class Costs:
     """Time per token, in addition to the fixed time of its step."""
     step_s: float = 0.0
     """Fixed time of a step."""
+    step_tokens: int = 1
+    """Tokens of the largest step that was timed."""
     decode_s: float = 0.0
     """Time of the last steps with decodes, and before them, beyond that of their prompt tokens."""
     swap_s_per_block: float = 1e-4
     """Time per block in one direction; infinite if there is no swap space."""
+
+    @property
+    def prompt_s_per_token(self) -> float:
+        """Time per token of a long prompt, with its part of the fixed time of steps."""
+        return self.prefill_s_per_token + self.step_s / self.step_tokens
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Move the estimate towards an observation: a step that did little else computed `num_tokens` prompt tokens in

@@ -151,6 +151,20 @@ def test_a_slow_warm_up_and_one_interruption_do_not_show(folder: Path) -> None:
     assert measured(runner).prefill_s_per_token == pytest.approx(1e-4)
 
 
+def test_a_short_step_that_was_interrupted_twice_does_not_make_tokens_free(folder: Path) -> None:
+    """It took as long as the largest one then, as if most of that were the step's own time."""
+    runner = timed(folder)
+    runner.delays = [0.011, 0.011]
+    assert measured(runner).prefill_s_per_token == pytest.approx(1e-4)
+
+
+def test_a_prompt_also_takes_the_time_of_its_steps() -> None:
+    """Of two equal workers one may put down to its steps what the other one does to tokens."""
+    one = Costs(prefill_s_per_token=25e-6, step_tokens=64)
+    other = Costs(prefill_s_per_token=1e-9, step_s=1.6e-3, step_tokens=64)
+    assert one.prompt_s_per_token == pytest.approx(other.prompt_s_per_token, rel=1e-3)
+
+
 @pytest.mark.parametrize(("token_s", "sizes"), [(0.05, [16]), (0.02, [16, 16]), (0.005, [16, 16, 32, 32])])
 def test_a_slow_machine_is_measured_by_less(folder: Path, token_s: float, sizes: list[int]) -> None:
     runner = timed(folder, token_s=token_s)
