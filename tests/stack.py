@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -22,6 +21,7 @@ from typing import Any
 
 import zmq.asyncio
 from checkpoints import VOCAB_SIZE
+from fork_server import ForkedProcess, fork_server
 from step_tokens import Reader
 
 from common.contract.ids import new_incarnation
@@ -93,20 +93,13 @@ class Process:
         options: Sequence[str],
         env: Mapping[str, str] | None = None,
         *,
-        prefix: Sequence[str] = (),
+        namespace: str = "",
     ) -> None:
-        """`prefix` is what the command line begins with: a program that runs the process somewhere else."""
+        """With variables of its own, and in the network namespace of that name."""
         reader, writer = os.pipe()
-        supervision = ["--announce-fd", str(writer), "--end-with-parent", str(os.getpid())]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
-        self.popen = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, *options, *supervision],
-            pass_fds=(writer,),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment | {"OMP_NUM_THREADS": "1"} | dict(env or {}),
-        )
+        server = fork_server("gateway" if module == "gateway" else "worker")
+        supervision = ["--announce-fd", str(writer), "--end-with-parent", str(server.pid)]
+        self.popen = ForkedProcess(server, module, [*options, *supervision], writer, env or {}, namespace)
         os.close(writer)
         self.killed = False
         self.facts: dict[str, Any] = {}

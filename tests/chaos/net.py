@@ -25,6 +25,7 @@ class Host:
     """One namespace."""
 
     name: str
+    """Of the namespace; empty for the one that the tests run in."""
     address: str
     wire: str
     """The end of its cable that is plugged into the bridge."""
@@ -32,11 +33,6 @@ class Host:
     """Address of the host that the gateways are on: this process's."""
     cuts: list[tuple[str, ...]] = field(default_factory=list)
     """What mends what was cut."""
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        """What a command line begins with that runs there."""
-        return ("ip", "netns", "exec", self.name)
 
     def cut(self) -> None:
         """Nothing gets in or out, and nobody is told: the bridge drops what comes."""
@@ -61,9 +57,10 @@ class Host:
     def reset(self, *which: str) -> int:
         """Every TCP connection of it breaks, or those that `ss` finds by `which`; new ones can be made. How many there
         were."""
-        chosen = ("state", "established", *which)
-        listed = subprocess.run([*self.prefix, "ss", "-Htn", *chosen], capture_output=True, text=True)
-        subprocess.run([*self.prefix, "ss", "-K", *chosen], capture_output=True, check=False)
+        where = ("-N", self.name) if self.name else ()
+        chosen = (*where, "state", "established", *which)
+        listed = subprocess.run(["ss", "-Htn", *chosen], capture_output=True, text=True, check=True)
+        subprocess.run(["ss", "-K", *chosen], capture_output=True, check=False)
         return len(listed.stdout.splitlines())
 
     def heal(self) -> None:
@@ -72,16 +69,8 @@ class Host:
             _run(*self.cuts.pop())
 
 
-class _Here(Host):
-    """The host that the tests run on."""
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
-
-
-HERE = _Here("", "127.0.0.1", "", "")
+HERE = Host("", "127.0.0.1", "", "")
+"""The host that the tests run on."""
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class Actor:
             "chaos.staged_worker",
             [*options, "--block-size", str(BLOCK_SIZE), "--host", self.host.address, "--expose-memory-over-tcp"],
             self.env | {"STAGE_SOCKET": str(self.socket), "PYTHONPATH": str(Path(__file__).parents[1])},
-            prefix=self.host.prefix,
+            namespace=self.host.name,
         )
 
     @property

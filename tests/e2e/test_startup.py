@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from stack import Process, Workers, answer, generation
+from stack import Workers, answer, generation
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages.session import Welcome
@@ -67,14 +68,16 @@ def test_a_bad_option_or_model_is_one_line(module: str, options: list[str], expe
 
 def test_idle_threads_of_openmp_sleep_in_a_worker(checkpoint: Checkpoint) -> None:
     """OpenMP says what it has read from the environment when torch is loaded."""
-    worker = Process("decode_worker", ["--model", str(checkpoint("llama"))], {"OMP_DISPLAY_ENV": "true"})
-    try:
-        worker.fact("ready")
-        policies = {line.strip() for line in worker.log if "OMP_WAIT_POLICY" in line}
-        assert any("PASSIVE" in each for each in policies), policies
-    finally:
-        worker.popen.kill()
-        worker.popen.wait()
+    command = [sys.executable, "-m", "decode_worker", "--model", str(checkpoint("llama"))]
+    told = os.environ | {"OMP_DISPLAY_ENV": "true"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=told) as worker:
+        try:
+            assert worker.stderr is not None
+            before = itertools.takewhile(lambda line: "loaded" not in line, worker.stderr)
+            policies = [line.strip() for line in before if "OMP_WAIT_POLICY" in line]
+        finally:
+            worker.kill()
+    assert any("PASSIVE" in each for each in policies), policies
 
 
 def test_a_worker_that_downloads_ends_when_it_is_told_to(taken_port: int, tmp_path: Path) -> None:
