@@ -198,14 +198,15 @@ static float round_softmax(float *row, long begin, long end, long size, char *to
     return 1.0f / sum_of(add_lanes(splat(0), sums[0] + sums[1]));
 }
 
-/* Room for the attention of `num` queries to `size` slots. Rows that fill a tile are there, and are never looked at. */
+/* Room for the attention of `num` queries to `size` slots. There are rows until a second tile is whole, whose content is
+   undefined and unused. */
 struct paired_room {
     float *scores, *sums, *factors; /* [rows][size], [rows][dimensions], [rows] */
     char *queries, *weights;        /* rounded, `pairs_stride` apart */
     char *rest;
 };
 
-/* With `more` numbers behind it. The scores are NULL if there is not enough memory. */
+/* The room, and `more` numbers behind it. The scores are NULL if there is not enough memory. */
 static struct paired_room paired_room(const struct cache *c, long num, long size, long more) {
     const long held = rows_held(num), D = c->head_dim, all = dims_of(D), padded = (held + SIDE - 1) / SIDE * SIDE;
     const long row = size + all + (pairs_stride(D) + pairs_stride(size)) / 4;
