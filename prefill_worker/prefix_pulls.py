@@ -94,7 +94,7 @@ class PrefixPulls:
         if num_new <= 0:
             return None
         pull_s = _LATENCY_S + num_new * self._s_per_block
-        compute_s = self._costs.recompute_s(num_new * self._block_size)
+        compute_s = num_new * self._block_size * self._costs.prompt_s_per_token
         if self._when == "never" or (self._when == "cost" and pull_s >= compute_s):
             return None
         key = RequestKey(new_request_id(), 1)

@@ -220,7 +220,7 @@ class Run:
             blocks_total=8192,
             phase=Phase.SERVING,
             queued_tokens=by_tier((r.tier, r.num_uncomputed) for r in self._scheduler.requests()),
-            token_s=self._costs.prefill_s_per_token,
+            token_s=self._costs.prompt_s_per_token,
             received=self._received,
         )
         self._at(now + HOP_S, lambda at: self._registry.heartbeat(P, load, at))

@@ -48,7 +48,8 @@ CPU_CACHE_BYTES = 256 * 2**20
 _MEASURE_S = 1.0
 """`measure_costs` leaves out a run that could end later than this many seconds after the first run began."""
 _REPEAT_S = 0.1
-"""Seconds for which `measure_costs` repeats runs: short ones are interrupted while other workers start."""
+"""`measure_costs` repeats short runs until this many seconds after the first one began: each may be interrupted while
+other workers start."""
 _LONG_STEP_S = 0.1
 """Seconds of a step that is long enough to tell the cost of a token: no larger step is measured."""
 _MEASURED_BLOCKS = (1, 8, 8)
@@ -358,9 +359,9 @@ def _require_a_block(kv_cache_bytes: int, own_layout: KVLayout, width: int) -> N
 def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:
     """Time prefills and swaps of a `runner` whose cache is empty, and leave it zeroed. `clock` returns seconds.
 
-    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes some
-    milliseconds for a small model. It takes at most about two seconds for a model that prefills `MIN_OBSERVED_TOKENS`
-    tokens within one second.
+    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes a tenth of
+    a second for a small model. It takes at most about two seconds for a model that prefills `MIN_OBSERVED_TOKENS` tokens
+    within one second.
     """
     cache, layout = runner.cache, runner.layout
     most_tokens = min(most_tokens, runner.config.max_sequence_tokens, cache.num_slots)
@@ -376,15 +377,14 @@ def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], flo
         runner.swap_in([(block, block) for block in range(num)])
         cache.synchronize()
 
-    step_s, token_s, step_tokens = _time_steps(prefill, most_tokens, clock)
+    step_s, token_s = _step_and_token_s(prefill, most_tokens, clock)
     swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
     runner.clear(len(table))
-    return Costs(prefill_s_per_token=token_s, step_s=step_s, step_tokens=step_tokens, swap_s_per_block=swap_s / 2)
+    return Costs(prefill_s_per_token=token_s, step_s=step_s, step_tokens=most_tokens, swap_s_per_block=swap_s / 2)
 
 
-def _time_steps(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float, int]:
-    """(seconds of a step beside its tokens, seconds per token, tokens of the large step), from a small and a large
-    step."""
+def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """(seconds of a step beside its tokens, seconds per token), from a small and a large step."""
     took_s: dict[int, float] = {}
     begin = clock()
     end = begin + _MEASURE_S
@@ -411,9 +411,9 @@ def _time_steps(run: Callable[[int], None], most: int, clock: Callable[[], float
         time_run(small)
         time_run(large)
     if took_s[large] <= took_s[small]:  # only one size, or a large step that takes no longer than a small one
-        return 0.0, took_s[large] / large, large
+        return 0.0, took_s[large] / large
     token_s = (took_s[large] - took_s[small]) / (large - small)
-    return max(0.0, took_s[small] - small * token_s), token_s, large
+    return max(0.0, took_s[small] - small * token_s), token_s
 
 
 def _least_s(run: Callable[[int], None], sizes: Sequence[int], clock: Callable[[], float]) -> float:

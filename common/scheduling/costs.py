@@ -29,11 +29,11 @@ class Costs:
     """Estimates for one engine, in seconds. The defaults stand for an engine that was not measured."""
 
     prefill_s_per_token: float = 1e-3
-    """Time per token, in addition to the fixed time of its step."""
+    """Time per token, in addition to the fixed time of its step: what a token costs that rides in a step."""
     step_s: float = 0.0
     """Fixed time of a step."""
     step_tokens: int = 1
-    """Tokens of the largest step that was timed."""
+    """Most prompt tokens of a step."""
     decode_s: float = 0.0
     """Time of the last steps with decodes, and before them, beyond that of their prompt tokens."""
     swap_s_per_block: float = 1e-4
@@ -41,7 +41,8 @@ class Costs:
 
     @property
     def prompt_s_per_token(self) -> float:
-        """Time per token of a long prompt, with its part of the fixed time of steps."""
+        """Time per token of a prompt in full steps, with its part of their fixed time: what a worker tells others, and
+        compares with the time to pull a token's KV."""
         return self.prefill_s_per_token + self.step_s / self.step_tokens
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:

@@ -77,6 +77,7 @@ class Facts:
     def __init__(self, num_blocks: int) -> None:
         layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
         self.costs = Costs()
+        self.num_steps = 0
         self.row_times = None
         self.fingerprint = Fingerprint(config_hash="c", weights_hash="w", layout=layout)
         self.runner = SimpleNamespace(

@@ -2,38 +2,79 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from handoff_bounds import BLOCK_SIZE
 from handoff_worker import _REGION, _WELCOME, PREFILL, Facts
 
 from common.contract.ids import Incarnation, RequestId
 from common.contract.messages.gateway import Prefill, PrefixHint, Source
 from common.contract.sampling import SamplingParams
+from common.scheduling.costs import Costs
 from common.worker.events import Compute, HelloReceived, Received, StepWanted
 from kv_transfer.events import SourceOpened
 from prefill_worker.core import PrefillCore
+from prefill_worker.view import heartbeat, metrics
+
+GATEWAY = Incarnation("gateway")
+_NUM_TOKENS = 4 * BLOCK_SIZE
+_PROMPT = Prefill(
+    request=RequestId("r"),
+    attempt=1,
+    token_ids=tuple(range(_NUM_TOKENS)),
+    prompt_len=_NUM_TOKENS,
+    choices=(0,),
+    sampling=SamplingParams(max_tokens=2),
+    budget_s=60.0,
+)
+
+
+def prefill_core(costs: Costs | None = None, **settings: object) -> PrefillCore:
+    """A core that a gateway has connected to."""
+    facts = Facts(16)
+    facts.costs = costs or facts.costs
+    core = PrefillCore(PREFILL[1].model_copy(update=settings), Incarnation("p0"), facts, _REGION)  # type: ignore[arg-type]
+    core.handle(HelloReceived(GATEWAY, frozenset()), 0.0)
+    return core
+
+
+def held_by(incarnation: str) -> Prefill:
+    """The prompt, all of which but for its last block that worker holds."""
+    source = Source(address="d:1", incarnation=Incarnation(incarnation))
+    return replace(_PROMPT, prefix=PrefixHint(source=source, num_tokens=_NUM_TOKENS - BLOCK_SIZE))
+
+
+def planned(core: PrefillCore) -> list[int]:
+    """Numbers of tokens of the next step."""
+    steps = [each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, Compute)]
+    return [len(each.token_ids) for step in steps for each in step.work.slices]
 
 
 def test_a_prompt_whose_prefix_cannot_be_pulled_is_computed_in_the_same_step() -> None:
     """The pull ends as it begins, since another worker has the address now. No other event wakes the worker."""
-    settings = PREFILL[1].model_copy(update={"prefix_cache": True, "pull_prefixes": "always"})
-    core = PrefillCore(settings, Incarnation("p0"), Facts(16), _REGION)  # type: ignore[arg-type]
-    gateway = Incarnation("gateway")
-    core.handle(HelloReceived(gateway, frozenset()), 0.0)
+    core = prefill_core(prefix_cache=True, pull_prefixes="always")
     core.handle(SourceOpened("d:1", Incarnation("new"), _WELCOME), 0.0)
-    num_tokens = 4 * BLOCK_SIZE
-    work = Prefill(
-        request=RequestId("r"),
-        attempt=1,
-        token_ids=tuple(range(num_tokens)),
-        prompt_len=num_tokens,
-        choices=(0,),
-        sampling=SamplingParams(max_tokens=2),
-        budget_s=60.0,
-        prefix=PrefixHint(
-            source=Source(address="d:1", incarnation=Incarnation("old")), num_tokens=num_tokens - BLOCK_SIZE
-        ),
-    )
-    core.handle(Received(gateway, work), 0.0)
-    planned = [each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, Compute)]
-    assert [len(each.token_ids) for compute in planned for each in compute.work.slices] == [num_tokens]
+    core.handle(Received(GATEWAY, held_by("old")), 0.0)
+    assert planned(core) == [_NUM_TOKENS]
     core.check_invariants()
+
+
+@pytest.mark.parametrize(("step_s", "pulled"), [(1.0, True), (1e-3, False)])
+def test_a_prefix_is_pulled_if_steps_would_take_longer(step_s: float, pulled: bool) -> None:
+    """Even if tokens seem to cost nothing beside the fixed time of their steps."""
+    costs = Costs(prefill_s_per_token=0.0, step_s=step_s, step_tokens=_NUM_TOKENS)
+    core = prefill_core(costs, prefix_cache=True, pull_prefixes="cost")
+    core.handle(SourceOpened("d:1", Incarnation("holder"), _WELCOME), 0.0)
+    core.handle(Received(GATEWAY, held_by("holder")), 0.0)
+    assert planned(core) == ([] if pulled else [_NUM_TOKENS])
+
+
+def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:
+    """Whether it is computed or pulled, and in the metric by which the pool is scaled."""
+    core = prefill_core(Costs(prefill_s_per_token=1e-4, step_s=1e-2, step_tokens=100), pull_prefixes="never")
+    told = heartbeat(core, 0)
+    assert (told.token_s, told.pulled_token_s) == pytest.approx((2e-4, 2e-4))
+    core.handle(Received(GATEWAY, _PROMPT), 0.0)
+    queued = next(each for each in metrics(core) if each.name == "baton_prefill_queued_seconds")
+    assert [each.value for each in queued.samples] == pytest.approx([_NUM_TOKENS * 2e-4])

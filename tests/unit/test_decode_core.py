@@ -14,7 +14,9 @@ from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Decode
 from common.contract.messages.handoff import AttachPrefix, AttachSequence
 from common.contract.sampling import SamplingParams
+from common.scheduling.costs import Costs
 from common.worker.events import Action, AskMask, Compute, Event, MaskMade, Received, StepEnded, StepWanted
+from decode_worker.view import heartbeat
 
 SINK = Incarnation("sink")
 
@@ -123,3 +125,9 @@ def test_a_step_in_which_drafts_came_true_has_shorter_gaps() -> None:
     before = driven.core.totals.itl_s
     driven.core.steps._learn(compute.work.step.step, 4, 0.02, 0.0)
     assert driven.core.totals.itl_s == pytest.approx(0.9 * before + 0.1 * 0.02 / 4)
+
+
+def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:
+    driven = Driven(num_blocks=4)
+    driven.core.engine.costs = Costs(prefill_s_per_token=1e-4, step_s=1e-2, step_tokens=100)
+    assert heartbeat(driven.core, 0).token_s == pytest.approx(2e-4)

@@ -128,6 +128,7 @@ def test_what_a_step_takes_is_told_apart_from_its_tokens(folder: Path, most_toke
     runner = timed(folder, step_s=5e-3, token_s=1e-4)
     costs = measured(runner, most_tokens)
     assert (costs.step_s, costs.prefill_s_per_token) == pytest.approx((5e-3, 1e-4))
+    assert costs.prompt_s_per_token == pytest.approx(1e-4 + 5e-3 / most_tokens)
     assert max(runner.sizes) == most_tokens
 
 
@@ -136,6 +137,7 @@ def test_a_step_that_is_long_enough_is_the_largest(folder: Path) -> None:
     runner = timed(folder, step_s=1e-3, token_s=2e-3)
     costs = measured(runner, 512)
     assert (costs.step_s, costs.prefill_s_per_token) == pytest.approx((1e-3, 2e-3))
+    assert costs.prompt_s_per_token == pytest.approx(2e-3 + 1e-3 / 512), "a full step has 512 tokens all the same"
     assert max(runner.sizes) == 64
     assert runner.now < 0.5
 

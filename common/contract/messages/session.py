@@ -117,7 +117,7 @@ class Heartbeat(Message):
     """Most sequences, of the size of the present ones, that a decode worker can hold at once; 0 from a prefill
     worker."""
     token_s: Seconds = 0.0
-    """Measured seconds to compute one prompt token, with its part of the fixed time of a long step."""
+    """Measured seconds to compute one prompt token, with its part of the fixed time of a full step."""
     pulled_token_s: Seconds = 0.0
     """Measured seconds for a prefill worker to pull the KV of one token instead."""
     sequence_s: Seconds = 0.0
