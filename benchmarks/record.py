@@ -70,12 +70,21 @@ def recorded(name: str) -> Run | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+CPU_SUFFIXES = {"amx_bf16": "-amx", "avx512f": "", "avx2": "-avx2"}
+"""Instructions, widest first → what stands behind the names of records of a CPU with them."""
+
+
 def by_cpu(name: str) -> str:
-    """The name of a record of what depends on the CPU's instructions: with `-amx` or `-avx2` behind it where these are
-    the widest. (Records without either are mostly of a CPU with AVX-512; their tables name it.)"""
+    """The name of a record of what depends on the widest instructions of this machine's CPU."""
     flags = cpuinfo("flags").split()
-    widest = next((each for each in ("amx_bf16", "avx512f", "avx2") if each in flags), "")
-    return name + {"amx_bf16": "-amx", "avx2": "-avx2"}.get(widest, "")
+    return name + next((suffix for each, suffix in CPU_SUFFIXES.items() if each in flags), "")
+
+
+def of_any_cpu(name: str) -> str:
+    """The name of a record without what says which CPU it is of."""
+    for suffix in filter(None, CPU_SUFFIXES.values()):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def tree() -> dict[str, str]:

@@ -146,7 +146,7 @@ PICTURE_OF: dict[str, Callable[[Run, Any], None]] = {
     "versus-15m-bfloat16-fixed": versus_picture,
     "versus-0.5b-bfloat16-fixed": versus_picture,
     "goodput-15m-float32-fixed": goodput_picture,
-    "goodput-15m-float32-sharegpt": goodput_picture,
+    "goodput-15m-float32-sharegpt-avx2": goodput_picture,
     "speculation-15m-float32": drafts_picture,
     "speculation-15m-float32-fixed": acceptance_picture,
     "profiles-15m-float32": profiles_picture,

@@ -17,7 +17,7 @@ from typing import Annotated
 from benchmarks import gpu_tables, result_tables
 from benchmarks.command import call
 from benchmarks.overview_tables import OVERVIEWS, instructions
-from benchmarks.record import ROOT, Run, recorded
+from benchmarks.record import ROOT, Run, of_any_cpu, recorded
 from benchmarks.result_pictures import draw
 from benchmarks.result_tables import kv_sizes
 
@@ -49,7 +49,7 @@ CAPTIONS = {
     "versus-15m-bfloat16-fixed": "Output tokens per second over the requests at a time",
     "versus-0.5b-bfloat16-fixed": "Output tokens per second over the requests at a time",
     "goodput-15m-float32-fixed": "Share of requests that met both targets over the rate of arrivals",
-    "goodput-15m-float32-sharegpt": "Share of requests that met both targets over the rate of arrivals",
+    "goodput-15m-float32-sharegpt-avx2": "Share of requests that met both targets over the rate of arrivals",
     "speculation-15m-float32": "Output tokens per second with prompt lookup against none, over the requests at once",
     "speculation-15m-float32-fixed": "Share of drafted tokens that were right, over the requests at once",
     "profiles-15m-float32": "Goodput of two profiles against that of a packed pool that drafts, too, over the rate",
@@ -66,7 +66,7 @@ def part(name: str) -> str:
     if name in OVERVIEWS:
         records, render = OVERVIEWS[name]
     else:
-        record, render = PARTS.get(name) or (name, TABLES[name])
+        record, render = PARTS.get(name) or (name, TABLES[of_any_cpu(name)])
         records = (record,)
     found = [recorded(record) for record in records]
     runs = [run for run in found if run is not None]

@@ -23,7 +23,7 @@ from benchmarks.command import call
 from benchmarks.peers.environment import installed, python_of
 from benchmarks.peers.install_vllm import ENVIRONMENT, PINS
 from benchmarks.peers.process import PeerError, free_port, running, wait_until_it_answers
-from benchmarks.record import ROOT, by_cpu, recorded
+from benchmarks.record import CPU_SUFFIXES, ROOT, by_cpu, recorded
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV", "UCX_", "NIXL_")
@@ -58,10 +58,10 @@ def best(runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def chosen(form: str, model: str, dtype: str) -> Settings:
-    """The best settings that are recorded for a form (`single`, `pair`), model and dtype: those of a CPU with such
-    instructions, or else of another one, or the defaults."""
+    """The best settings that are recorded for a form (`single`, `pair`), model and dtype: those of a CPU with the same
+    widest instructions, or else of one with others, or the defaults."""
     name = f"vllm-settings-{model}-{dtype}"
-    for record in (recorded(by_cpu(name)), recorded(name)):
+    for record in map(recorded, (by_cpu(name), *(name + suffix for suffix in CPU_SUFFIXES.values()))):
         runs = [each for each in record["figures"]["runs"] if each["form"] == form] if record else []
         if runs:
             return Settings(**best(runs)["settings"])

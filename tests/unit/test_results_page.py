@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import record, result_tables
 from benchmarks.overview_tables import OVERVIEWS, at_a_glance, beside_vllm, handoff, soaks
-from benchmarks.record import RESULTS, Run
+from benchmarks.record import RESULTS, Run, of_any_cpu
 from benchmarks.result_tables import grammars, matrix
 from benchmarks.results_page import MARKED, ONCE, PAGE, PAGES, PARTS, TABLES, part, rendered, source
 
@@ -29,7 +29,7 @@ def test_every_mark_is_known_and_every_picture_there(page: Path) -> None:
     assert names
     assert len(names) == text.count("<!-- end -->")
     once = {ONCE + path.stem for path in RESULTS.glob("*.json")}
-    assert set(names) <= {*TABLES, *PARTS, *OVERVIEWS, "kv sizes", *once}
+    assert {*map(of_any_cpu, names)} <= {*TABLES, *PARTS, *OVERVIEWS, "kv sizes", *map(of_any_cpu, once)}
     missing = [name for name in re.findall(r"\]\((results/.+?)\)", text) if not (PAGE.parent / name).exists()]
     assert missing == []
 
@@ -37,7 +37,9 @@ def test_every_mark_is_known_and_every_picture_there(page: Path) -> None:
 def test_every_record_is_shown_somewhere() -> None:
     """What nobody looks at need not be measured."""
     marks = {found["name"] for page in PAGES for found in MARKED.finditer(page.read_text())}
-    shown = {record for name in marks & set(PARTS) for record in PARTS[name][:1]} | (marks & set(TABLES))
+    shown = {record for name in marks & set(PARTS) for record in PARTS[name][:1]} | {
+        name for name in marks if of_any_cpu(name) in TABLES
+    }
     shown |= {record for name in marks & set(OVERVIEWS) for record in OVERVIEWS[name][0]}
     shown |= {name.removeprefix(ONCE) for name in marks if name.startswith(ONCE)}
     assert {path.stem for path in RESULTS.glob("*.json")} <= shown

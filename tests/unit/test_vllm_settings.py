@@ -53,12 +53,13 @@ def test_settings_that_were_measured_on_such_a_cpu_come_first(
     assert vllm.chosen("pair", "15m", "bfloat16") == Settings(max_num_batched_tokens=2048)
 
 
+@pytest.mark.parametrize("other", ["", "-avx2"])
 def test_a_form_that_was_not_measured_on_such_a_cpu_has_the_settings_of_another_one(
-    monkeypatch: pytest.MonkeyPatch,
+    other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = {
         "vllm-settings-15m-bfloat16-amx": {"runs": [measured("single", 2048, 9.0, 0.1)]},
-        "vllm-settings-15m-bfloat16": {"runs": [measured("pair", 1024, 9.0, 0.1)]},
+        "vllm-settings-15m-bfloat16" + other: {"runs": [measured("pair", 1024, 9.0, 0.1)]},
     }
     monkeypatch.setattr(record, "cpuinfo", {"flags": "avx2 avx512f amx_bf16"}.get)
     monkeypatch.setattr(vllm, "recorded", {each: {"figures": of} for each, of in figures.items()}.get)
