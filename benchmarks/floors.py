@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from benchmarks.models import MODELS, Model
 from benchmarks.record import ROOT, by_cpu
 from benchmarks.turns import engine
 from common.contract.kv_layout import DTYPE_BYTES
+from common.engine.host_memory import zeros_in_large_pages
 from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.linear import multiplies_natively
 from common.engine.model_config import ModelConfig
@@ -70,9 +72,11 @@ class Machine:
         flags = ["-O3", "-march=native", "-shared", "-fPIC"]
         subprocess.run(["cc", *flags, "-o", str(library), str(source)], check=True)
         self._read = ctypes.CDLL(str(library)).read_all
-        self._read.argtypes, self._read.restype = [ctypes.c_void_p, ctypes.c_long, ctypes.c_int], ctypes.c_float
+        number = ctypes.c_int
+        self._read.argtypes, self._read.restype = [ctypes.c_void_p, ctypes.c_long, number, number], ctypes.c_float
         self._threads = ThreadPoolExecutor(threads)
-        self._parts = torch.ones(threads, LOOP_BYTES // 4 // threads // 256 * 256)
+        large = zeros_in_large_pages(LOOP_BYTES // 4096 // threads * threads * 4096)  # where weights are, too
+        self._parts = large.view(torch.float32).view(threads, -1).fill_(1.0)
         out, features = 2 * config.intermediate_size, config.hidden_size
         of = TORCH_DTYPES[dtype] if multiplies_natively(TORCH_DTYPES[dtype]) else torch.float32
         self._x = torch.full((PRODUCT_ROWS, features), 0.5, dtype=of)
@@ -80,17 +84,17 @@ class Machine:
         torch.set_num_threads(threads)
 
     def bytes_per_s(self) -> float:
-        """One turn of the loop, from one place and from four at a time: the faster one's bandwidth."""
+        """One turn of every form of the loop: the fastest one's bandwidth."""
 
-        def read(streams: int) -> None:
-            list(self._threads.map(lambda part: self._read(part.data_ptr(), part.numel(), streams), self._parts))
+        def read(form: tuple[int, int]) -> None:
+            list(self._threads.map(lambda part: self._read(part.data_ptr(), part.numel(), *form), self._parts))
 
-        return 4 * self._parts.numel() / min(seconds_of(partial(read, streams)) for streams in (1, 4))
+        return 4 * self._parts.numel() / min(seconds_of(partial(read, form)) for form in product((1, 2, 4), (0, 1)))
 
     def flops_per_s(self) -> float:
         """One turn of the product: the rate of the fastest of five."""
-        product = partial(torch.nn.functional.linear, self._x, self._weight)
-        return 2 * len(self._x) * self._weight.numel() / min(seconds_of(product) for _ in range(5))
+        multiply = partial(torch.nn.functional.linear, self._x, self._weight)
+        return 2 * len(self._x) * self._weight.numel() / min(seconds_of(multiply) for _ in range(5))
 
 
 def seconds_of(work: Callable[[], object]) -> float:

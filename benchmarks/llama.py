@@ -101,6 +101,7 @@ def measure(
     worker = [str(python_of(ENVIRONMENT)), "-m", "benchmarks.peers.llama_cpp", str(threads)]
     llama = TurnProcess(worker, ROOT, threads)
     peers = {"llama_cpp": {"version": versions.pop("llama-cpp-python"), "with": versions, "settings": tried}}
+    peers["llama_cpp"]["instructions"] = llama.ask(["instructions"])
     figures: dict[str, Any] = {"agreement": {}, "cases": []}
     try:
         for each in dtype:

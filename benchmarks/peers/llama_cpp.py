@@ -2,6 +2,7 @@
 
 It runs with the interpreter of `install_llama_cpp`. Cases, with SETTINGS as in `Settings`:
 
+* `["instructions"]`: what it was compiled for.
 * `["write", FOLDER, DTYPE, FILE]`: write the checkpoint of a folder as a file, which the other cases take.
 * `["prompts", FILE, SETTINGS, TOKENS]`: a prompt as one batch, and its first token.
 * `["steps", FILE, SETTINGS, SEQUENCES, CONTEXT]`: a decode step, always at the same position.
@@ -201,8 +202,10 @@ def main(threads: int) -> None:
     turns = Turns(threads)
     for line in sys.stdin:
         case = json.loads(line)
-        result = None
-        if case[0] == "write":
+        result: object = None
+        if case[0] == "instructions":
+            result = lib.llama_print_system_info().decode()
+        elif case[0] == "write":
             write(Path(case[1]), case[2], Path(case[3]))
         else:
             result = turns.take(case)

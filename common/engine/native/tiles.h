@@ -29,7 +29,7 @@
 
 enum {
     TILE_SUMS = SIDE * SIDE,
-    AHEAD = 6,         /* blocks of a panel from the one that is used to the one that is prefetched, of few rows */
+    AHEAD = 1,         /* blocks of a panel from the one that is used to the one that is prefetched, of few rows */
     FEW = 2,           /* tiles of rows that are multiplied with all blocks of a panel at once */
     TILES_ROWS = 512,  /* most rows that are multiplied with a panel before the next one */
     TILES_DEPTH = 32,  /* most blocks of their input features, which then stay in the second cache */
