@@ -13,6 +13,9 @@ STAMP := .venv/.installed
 CLIENTS := .venv-clients/.installed
 NODE_CLIENTS := tests/clients/node_modules/.installed
 
+# Some images forbid Python to keep what it has compiled: each process would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: serve unit test chaos widths clients gpu model check format screenshots clean
 
 serve: $(STAMP)
@@ -25,8 +28,6 @@ serve: $(STAMP)
 DEALT := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 unit test: export OMP_NUM_THREADS := 1
-# Some images forbid Python to keep what it has compiled: each of the hundreds of processes would compile all of Baton.
-unit test: export PYTHONDONTWRITEBYTECODE :=
 
 # The loop while one works: parts, rules and invariants, without what starts other programs or takes long.
 unit: $(STAMP)
@@ -72,14 +73,14 @@ format: $(STAMP)
 screenshots: $(STAMP)
 	$(BIN)/python -m benchmarks.screenshot
 
-# The stamp is written last, so that an interrupted installation starts again.
+# The stamp is written last, so that an interrupted installation starts again. What is imported is compiled then: most of
+# it never is, and compiling all takes as long as installing it.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing Baton into .venv (a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	@touch $(STAMP)
 
-# Not compiled: most of what is installed is never imported.
 $(CLIENTS): tests/clients/requirements.txt
 	$(PYTHON) -m venv --clear .venv-clients
 	@echo "installing the clients written in Python into .venv-clients (a minute)"

@@ -359,8 +359,8 @@ def _require_a_block(kv_cache_bytes: int, own_layout: KVLayout, width: int) -> N
 def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:
     """Time prefills and swaps of a `runner` whose cache is empty, and leave it zeroed. `clock` returns seconds.
 
-    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes a tenth of
-    a second for a small model. It takes at most about two seconds for a model that prefills `MIN_OBSERVED_TOKENS` tokens
+    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes a tenth
+    of a second for a small model, and at most about two seconds for a model that prefills `MIN_OBSERVED_TOKENS` tokens
     within one second.
     """
     cache, layout = runner.cache, runner.layout
