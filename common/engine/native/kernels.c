@@ -203,6 +203,15 @@ INLINE struct ahead ahead_of(const char *first, long apart, long pace) {
     return ahead;
 }
 
+/* With one row, memory is waited for. On an Intel Xeon with AMX it comes soonest if of each 16 rows of a panel those two
+   groups ahead are prefetched in steps of 13: in 0.90 to 0.93 of the time. (It was tried on no other CPU.) */
+#ifdef __AMX_TILE__
+enum { IN_STEPS = 1 };
+#else
+enum { IN_STEPS = 0 };
+#endif
+INLINE long in_steps(long k) { return (k & ~15L) + 32 + (k * 13 & 15); }
+
 /* Products of `rows` rows of x, packed as `[K][rows]`, with K rows, `row_bytes` apart, of each of `panels` panels,
    `panel_bytes` apart. They are added to `out`, in rows `stride` apart, unless `fresh`. At last add the bias, unless it
    is NULL. */
@@ -223,9 +232,13 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
     for (long k = 0; k < K; k++, x += rows, w += row_bytes)
         UNROLL for (int p = 0; p < panels; p++) {
             const char *first = next[0];
-            __builtin_prefetch(first, 0, 2);
-            UNROLL for (int i = 0; i + 1 < STREAMS; i++) next[i] = next[i + 1];
-            next[STREAMS - 1] = first + ahead->pace;
+            if (rows == 1 && IN_STEPS) {
+                __builtin_prefetch(w + p * panel_bytes + (in_steps(k) - k) * row_bytes, 0, 2);
+            } else {
+                __builtin_prefetch(first, 0, 2);
+                UNROLL for (int i = 0; i + 1 < STREAMS; i++) next[i] = next[i + 1];
+                next[STREAMS - 1] = first + ahead->pace;
+            }
             lane parts[LANES];
             load_panel(w + p * panel_bytes, type, parts);
             UNROLL for (int i = 0; i < LANES; i++)
