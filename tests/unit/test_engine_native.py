@@ -169,7 +169,7 @@ def test_a_product_is_the_reference_s_for_any_number_of_rows(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(tiled: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    for in_features in (50, 1100):
+    for in_features in (50, 1100, 4200):
         packed, bias = pack(torch.randn(70, in_features).to(dtype)), torch.randn(70)
         x = torch.randn(230, in_features)
         alone = torch.cat([tiled.linear(row[None], packed, bias, 70) for row in x])

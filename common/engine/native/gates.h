@@ -54,8 +54,7 @@ INLINE void gate_sums(const float *sums, long rows, long panels, long first, int
         return 0;                                                                                                      \
     }                                                                                                                  \
     int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long F, int threads) {      \
-        const long height = M < ROWS ? M : ROWS, most = PANEL_BYTES / PANEL / size_of(TYPE);                           \
-        const long depth = M == 1 ? K : height * K > ROWS * DEPTH ? DEPTH : K < most ? K : most;                       \
+        const long height = M < ROWS ? M : ROWS, depth = depth_of(height, K, TYPE);                                    \
         struct linear a = {.x = x, .M = M, .K = K, .w = w, .bias = bias, .out = out, .N = F};                          \
         float *packed = M == 1 ? (float *)x : room_for(height * K);                                                    \
         if (!packed) return 1;                                                                                         \

@@ -35,7 +35,8 @@ enum {
     PANEL = 16,   /* outputs of a panel */
     GROUP = 4,    /* panels that are multiplied with a single row at a time */
     ROWS = 192,   /* most rows that are multiplied with a panel before the next one */
-    DEPTH = 512,  /* most of their input features */
+    DEPTH = 512,  /* input features of each, if these do not stay in the second cache */
+    FEW_NUMBERS = 6144, /* numbers of few rows that stay in the first one */
     MANY = 32,    /* rows beyond which threads take few panels at a time */
     RUN_BYTES = 1 << 19, /* most bytes of the adjacent panels that a thread takes for fewer rows */
     PARTS = 4,    /* least number of these for each thread */
@@ -203,6 +204,14 @@ INLINE struct ahead ahead_of(const char *first, long apart, long pace) {
     return ahead;
 }
 
+/* Parts of the `num_bytes` of each of `wide` panels, `panel_bytes` apart. */
+INLINE struct ahead panels_ahead(const char *first, long wide, long num_bytes, long panel_bytes, long pace) {
+    struct ahead ahead = {.pace = pace};
+    UNROLL for (int i = 0; i < STREAMS; i++)
+        ahead.at[i] = first + i * wide / STREAMS * panel_bytes + i * wide % STREAMS * num_bytes / STREAMS;
+    return ahead;
+}
+
 /* With one row, memory is waited for. On an Intel Xeon with AMX it comes soonest if of each 16 rows of a panel those two
    groups ahead are prefetched in steps of 13: in 0.90 to 0.93 of the time. (It was tried on no other CPU.) */
 #ifdef __AMX_TILE__
@@ -322,7 +331,7 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
             const char *at = w + p * panel_bytes;                                                                      \
             const long num = N - first;                                                                                \
             if (!next && (M > 1 || wide * K * row_bytes <= SHORT_BYTES))                                               \
-                ahead = ahead_of(at + wide * panel_bytes, wide * K * row_bytes / STREAMS, row_bytes / all);            \
+                ahead = panels_ahead(at + wide * panel_bytes, wide, K * row_bytes, panel_bytes, row_bytes / all);      \
             for (long t = 0; t < all; t++) {                                                                           \
                 const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;                              \
                 const float *from = x + begin * K, *more = bias ? bias + first : NULL;                                 \
@@ -376,10 +385,20 @@ static int pack_rows(void *job, long tile) {
     return 0;
 }
 
+/* Input features that are multiplied with all panels before the next ones. If rows do not stay in a cache while the
+   panels pass, they are cut: into parts for the first one if there are few rows, and for the second one else. No part of
+   a panel is larger than what stays there. */
+static long depth_of(long rows, long K, int type) {
+    const long few = FEW_NUMBERS / rows / 16 * 16, part = few < DEPTH ? DEPTH : few;
+    const long most = PANEL_BYTES / PANEL / size_of(type);
+    if (rows == 1) return K;
+    if (K > 2 * part || rows * K > ROWS * DEPTH) return part;
+    return K < most ? K : most;
+}
+
 /* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is
-   not enough memory. Up to ROWS rows are packed at a time, and DEPTH input features of each if they have more than stay
-   in the second cache while the panels pass; or so many that a panel stays there. Of few rows a thread takes several
-   adjacent panels, since it prefetches the next one. */
+   not enough memory. Up to ROWS rows are packed at a time, and `depth_of` input features of each. Of few rows a thread
+   takes several adjacent panels, since it prefetches the next one. */
 #define LINEAR(NAME, PANELS_NAME, TYPE)                                                                                \
     static int NAME##_panels(void *job, long unit) {                                                                   \
         const struct linear *a = job;                                                                                  \
@@ -391,8 +410,7 @@ static int pack_rows(void *job, long tile) {
         return 0;                                                                                                      \
     }                                                                                                                  \
     int NAME(const float *x, long M, long K, const char *w, const float *bias, float *out, long N, int threads) {      \
-        const long height = M < ROWS ? M : ROWS, most = PANEL_BYTES / PANEL / size_of(TYPE);                           \
-        const long depth = M == 1 ? K : height * K > ROWS * DEPTH ? DEPTH : K < most ? K : most;                       \
+        const long height = M < ROWS ? M : ROWS, depth = depth_of(height, K, TYPE);                                    \
         struct linear a = {.x = x, .M = M, .K = K, .w = w, .bias = bias, .out = out, .N = N};                          \
         a.packed = M == 1 ? (float *)x : room_for(height * depth);                                                     \
         if (!a.packed) return 1;                                                                                       \
