@@ -212,8 +212,8 @@ INLINE struct ahead panels_ahead(const char *first, long wide, long num_bytes, l
     return ahead;
 }
 
-/* With one row, memory is waited for. On an Intel Xeon with AMX it comes soonest if of each 16 rows of a panel those two
-   groups ahead are prefetched in steps of 13: in 0.90 to 0.93 of the time. (It was tried on no other CPU.) */
+/* With one row, memory is waited for. On an Intel Xeon with AMX it comes soonest if the rows of a panel, from 16 to 47
+   ahead, are prefetched in steps of 13: in 0.90 to 0.93 of the time. (It was tried on no other CPU.) */
 #ifdef __AMX_TILE__
 enum { IN_STEPS = 1 };
 #else
@@ -386,8 +386,8 @@ static int pack_rows(void *job, long tile) {
 }
 
 /* Input features that are multiplied with all panels before the next ones. If rows do not stay in a cache while the
-   panels pass, they are cut: into parts for the first one if there are few rows, and for the second one else. No part of
-   a panel is larger than what stays there. */
+   panels pass, they are cut: into parts for the first one if there are few rows, and for the second one else. A part of
+   a panel stays there, too. */
 static long depth_of(long rows, long K, int type) {
     const long few = FEW_NUMBERS / rows / 16 * 16, part = few < DEPTH ? DEPTH : few;
     const long most = PANEL_BYTES / PANEL / size_of(type);

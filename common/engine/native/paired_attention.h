@@ -198,8 +198,8 @@ static float round_softmax(float *row, long begin, long end, long size, char *to
     return 1.0f / sum_of(add_lanes(splat(0), sums[0] + sums[1]));
 }
 
-/* Room for the attention of `num` queries to `size` slots. There are rows until a second tile is whole, whose content is
-   undefined and unused. */
+/* Room for the attention of `num` queries to `size` slots. There are rows until a second tile is whole, whose content
+   is undefined and unused. */
 struct paired_room {
     float *scores, *sums, *factors; /* [rows][size], [rows][dimensions], [rows] */
     char *queries, *weights;        /* rounded, `pairs_stride` apart */
