@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import record
+from benchmarks import gpu_tables, record
 from benchmarks.gpu import records
 from benchmarks.gpu.runner import Measurement
 from benchmarks.record import ROOT
@@ -100,6 +100,13 @@ def test_figures_are_as_the_tables_want_them() -> None:
         "reads": [{"us": 1}],
         "writes": [{"us": 2}],
     }
+
+
+def test_a_step_whose_kernels_are_launched_early_is_told_beside_one_without() -> None:
+    step = {"kind": "early", "model": "m", "batch": 4, "context": 512, "early_ms": 1.25, "plain_ms": 1.5}
+    figures = records.figures("engine", [step])
+    told = gpu_tables.TABLES["gpu-engine"]({"figures": figures})
+    assert "| m, decode 4 x 512, kernels launched early | 1.25 ms | 1.50 ms without |" in told.splitlines()
 
 
 def test_records_are_written_and_a_line_that_was_cut_off_is_passed_over(
