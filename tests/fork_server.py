@@ -174,7 +174,7 @@ def _become(environment: Mapping[str, str], *, stderr: int, inherited: int, numb
     """Give this process the variables and files of the one that is asked for, and no other files."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[1:1] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     os.dup2(stderr, 2)
     os.closerange(3, inherited)
     os.closerange(inherited + 1, 2**16)
@@ -206,10 +206,8 @@ def main() -> None:
     for name in _IMPORTS[kind]:
         importlib.import_module(name)
     if kind == "gateway":
-        del (
-            sys.modules["torch"],
-            sys.modules["gateway.__main__"],
-        )  # each keeps torch out itself, and is run as a program
+        del sys.modules["torch"]  # each process keeps it out itself
+        del sys.modules["gateway.__main__"]  # it is run as a program
     gc.collect()
     gc.freeze()  # a collection would copy what is shared
     module, options = _serve(socket.socket(fileno=int(fd)))

@@ -191,10 +191,11 @@ INLINE lane add_product(int type, lane sum, float x, lane parts) {
 }
 
 /* Memory that will be needed soon, in parts. For each row of each panel, `pace` bytes are prefetched, from each part in
-   turn; then the parts begin behind them. */
+   turn; then the parts begin behind them. Or, if they are `in_steps`, the panels themselves. */
 struct ahead {
     const char *at[STREAMS];
     long pace;
+    int in_steps;
 };
 
 /* Parts `apart` bytes from each other. */
@@ -212,8 +213,8 @@ INLINE struct ahead panels_ahead(const char *first, long wide, long num_bytes, l
     return ahead;
 }
 
-/* With one row, memory is waited for. On an Intel Xeon with AMX it comes soonest if the rows of a panel, from 16 to 47
-   ahead, are prefetched in steps of 13: in 0.90 to 0.93 of the time. (It was tried on no other CPU.) */
+/* With one row, weights are waited for. On an Intel Xeon with AMX they come soonest if the rows of a panel, from 16 to
+   47 ahead, are prefetched in steps of 13: in 0.90 to 0.93 of the time. (It was tried on no other CPU.) */
 #ifdef __AMX_TILE__
 enum { IN_STEPS = 1 };
 #else
@@ -241,7 +242,7 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
     for (long k = 0; k < K; k++, x += rows, w += row_bytes)
         UNROLL for (int p = 0; p < panels; p++) {
             const char *first = next[0];
-            if (rows == 1 && IN_STEPS) {
+            if (rows == 1 && ahead->in_steps) {
                 __builtin_prefetch(w + p * panel_bytes + (in_steps(k) - k) * row_bytes, 0, 2);
             } else {
                 __builtin_prefetch(first, 0, 2);
@@ -330,7 +331,8 @@ INLINE void pack_tile(const float *x, long M, long t, long stride, long K, float
             wide = most <= panels - p ? most : panels - p;                                                             \
             const char *at = w + p * panel_bytes;                                                                      \
             const long num = N - first;                                                                                \
-            if (!next && (M > 1 || wide * K * row_bytes <= SHORT_BYTES))                                               \
+            if (!next && M == 1 && IN_STEPS) ahead.in_steps = 1;                                                       \
+            else if (!next && (M > 1 || wide * K * row_bytes <= SHORT_BYTES))                                          \
                 ahead = panels_ahead(at + wide * panel_bytes, wide, K * row_bytes, panel_bytes, row_bytes / all);      \
             for (long t = 0; t < all; t++) {                                                                           \
                 const long begin = tile_begin(M, t), rows = tile_begin(M, t + 1) - begin;                              \
@@ -392,8 +394,8 @@ static long depth_of(long rows, long K, int type) {
     const long few = FEW_NUMBERS / rows / 16 * 16, part = few < DEPTH ? DEPTH : few;
     const long most = PANEL_BYTES / PANEL / size_of(type);
     if (rows == 1) return K;
-    if (K > 2 * part || rows * K > ROWS * DEPTH) return part;
-    return K < most ? K : most;
+    const long depth = K > 2 * part || rows * K > ROWS * DEPTH ? part : K;
+    return depth < most ? depth : most;
 }
 
 /* out `[M, N]` = x `[M, K]` times the packed weights, plus bias `[N]` unless that is NULL. Returns 0, or 1 if there is
