@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.runtime.large_pages import with_large_pages
+
 ENGINE = Path(__file__).parent / "engine_turns.py"
 
 
@@ -17,7 +19,7 @@ class TurnProcess:
     """A process that computes what it is asked."""
 
     def __init__(self, command: Sequence[str], root: Path, threads: int) -> None:
-        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": str(threads)}
+        environment = with_large_pages(os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": str(threads)})
         self._process = subprocess.Popen(
             command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

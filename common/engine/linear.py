@@ -22,8 +22,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import embedding, linear
 
+from common.engine.host_memory import zeros_in_large_pages
 from common.engine.native import Kernels
-from common.engine.native.packing import alternating, pack, pack_pairs
+from common.engine.native.packing import Zeros, alternating, pack, pack_pairs
 
 FEW_ROWS = 16
 """Most rows of a product for which a GPU may have a kernel of its own."""
@@ -92,14 +93,15 @@ class Linear:
         """The packed weight if products are computed by kernels in C; see `packing.pack` and `pack_pairs`."""
         return None if self._kernels is None else self._packed
 
-    def pack(self) -> None:
-        """Convert the loaded weight to its final representation. `weight` may be gone afterwards."""
+    def pack(self, zeros: Zeros = zeros_in_large_pages) -> None:
+        """Convert the loaded weight to its final representation, which may be in memory of `zeros`. `weight` may be
+        gone afterwards."""
         if self._kernels is not None:
             weight, bias = self.weight, None if self.bias is None else self.bias.float()
             del self.weight
             if self._gated:
                 weight, bias = alternating(weight), None if bias is None else alternating(bias)
-            self._packed = pack_pairs(weight) if self._in_pairs else pack(weight)
+            self._packed = (pack_pairs if self._in_pairs else pack)(weight, zeros)
             self.bias = bias
         elif self.for_onednn:
             self.pack_for_onednn()

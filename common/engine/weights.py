@@ -18,6 +18,7 @@ from torch.nn.functional import embedding
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import DTYPE_BYTES
 from common.engine.backend import Norms
+from common.engine.host_memory import LargePages
 from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
@@ -101,13 +102,14 @@ def load_weights(
     _require_none(folder, "lacks", targets.keys() - files.keys())
     _require_none(folder, "has unexpected", files.keys() - targets.keys())
     missing = Counter(each.linear for of_name in targets.values() for each in of_name if each.linear is not None)
+    memory = LargePages()
     for done, (name, stored) in enumerate(_tensors(files), start=1):
         _fill(folder, name, stored, targets[name])
         # Nothing may refer to a loaded weight once it is packed: it would take its memory twice until the last one is.
         for linear in [each.linear for each in targets.pop(name) if each.linear is not None]:
             missing[linear] -= 1
             if not missing[linear]:
-                linear.pack()
+                linear.pack(memory.zeros)
         if progress is not None:
             progress(done, len(files))
     if shard.rank:  # the sum over the ranks has each bias once

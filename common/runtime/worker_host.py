@@ -23,6 +23,7 @@ from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings, load
 from common.runtime.curve import CurveKeys
 from common.runtime.daemon_threads import DaemonThreads
+from common.runtime.large_pages import restart_with_large_pages
 from common.runtime.lifecycle import (
     Announcer,
     collector_paused,
@@ -128,6 +129,7 @@ def run_worker(
     """
     # OpenMP reads it when torch is loaded. Its threads would spin on cores for which other threads have work.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    restart_with_large_pages()
 
     async def make(settings: _Settings, host: WorkerHost) -> Worker:
         # A download may never end, and a process that is stopped must not wait for it.

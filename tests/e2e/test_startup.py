@@ -80,6 +80,22 @@ def test_idle_threads_of_openmp_sleep_in_a_worker(checkpoint: Checkpoint) -> Non
     assert any("PASSIVE" in each for each in policies), policies
 
 
+@pytest.mark.parametrize("before", [None, "glibc.malloc.hugetlb=0"])
+def test_malloc_gives_a_worker_large_pages(before: str | None, checkpoint: Checkpoint) -> None:
+    """It starts again before it says anything, as the same process."""
+    command = [sys.executable, "-m", "prefill_worker", "--model", str(checkpoint("llama"))]
+    mine = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    told = mine if before is None else mine | {"GLIBC_TUNABLES": before}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=told) as worker:
+        try:
+            assert worker.stderr is not None
+            assert "probes on" in next(line for line in worker.stderr if "probes on" in line)
+            variables = Path(f"/proc/{worker.pid}/environ").read_text().split("\0")
+        finally:
+            worker.kill()
+    assert f"GLIBC_TUNABLES={before or 'glibc.malloc.hugetlb=1'}" in variables
+
+
 def test_a_worker_that_downloads_ends_when_it_is_told_to(taken_port: int, tmp_path: Path) -> None:
     """From a hub that takes connections and never answers."""
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{taken_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from common.contract.errors import OperatorError
 from common.engine import linear, native
 from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.model_config import ModelConfig
+from common.engine.native.packing import Zeros
 from common.engine.weights import Weights, load_weights, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -108,15 +110,28 @@ def test_a_weight_s_memory_is_free_once_it_is_packed(
     pack = linear.Linear.pack
     freed: list[bool] = []
 
-    def watched(one: linear.Linear) -> None:
+    def watched(one: linear.Linear, zeros: Zeros) -> None:
         storage = one.weight.untyped_storage()._weak_ref()
-        pack(one)
+        pack(one, zeros)
         freed.append(bool(torch.UntypedStorage._expired(storage)))
 
     monkeypatch.setattr(linear.Linear, "pack", watched)
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
     load_weights(ModelConfig.from_folder(folder), folder, "float32", CPU, None, native.kernels())
     assert freed == [True] * 9  # four for each layer, and the head
+
+
+def test_packed_weights_lie_side_by_side_in_large_pages(tmp_path: Path) -> None:
+    """One of less than a page's size would be in small ones if it were alone."""
+    folder = make_checkpoint("llama", tmp_path)
+    weights = load_weights(ModelConfig.from_folder(folder), folder, "float32", CPU, None, native.kernels())
+    of = attrgetter("qkv", "output", "gate_up", "down")
+    linears = [weights.lm_head, *(each for layer in weights.layers for each in of(layer))]
+    panels = sorted((each.panels for each in linears if each.panels is not None), key=torch.Tensor.data_ptr)
+    assert len(panels) == 9
+    assert panels[0].data_ptr() % (2 * 2**20) == 0
+    ends = [each.data_ptr() + each.nbytes for each in panels]
+    assert all(0 <= after.data_ptr() - end < 64 for end, after in zip(ends, panels[1:], strict=False))
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(llama: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from common.engine.host_memory import zeros_in_large_pages
+
+Zeros = Callable[[int], torch.Tensor]
+"""Allocates so many bytes, uint8, that are zero."""
 
 PANEL = 16
 """Outputs per panel of packed weights."""
@@ -14,7 +18,7 @@ BLOCK = 32
 """Input features of packed pairs are a multiple of this."""
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: torch.Tensor, zeros: Zeros = zeros_in_large_pages) -> torch.Tensor:
     """Pack a weight `[out, in]` for the kernels: `[panels, in, 16]`, in its own type, padded with zeros.
 
     The 16 outputs of a bfloat16 panel are in the order 0, 8, 1, 9, and so on.
@@ -22,7 +26,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     out_features, in_features = weight.shape
     full, rest = divmod(out_features, PANEL)
     shape = (full + bool(rest), in_features, PANEL)
-    packed = zeros_in_large_pages(math.prod(shape) * weight.itemsize).view(weight.dtype).view(shape)
+    packed = zeros(math.prod(shape) * weight.itemsize).view(weight.dtype).view(shape)
     last = torch.zeros(PANEL if rest else 0, in_features, dtype=weight.dtype)
     last[:rest] = weight[out_features - rest :]
     for panels, rows in ((packed[:full], weight[: out_features - rest]), (packed[full:], last)):
@@ -47,9 +51,9 @@ def blocks_of(in_features: int) -> int:
     return -(-in_features // BLOCK)
 
 
-def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
+def pack_pairs(weight: torch.Tensor, zeros: Zeros = zeros_in_large_pages) -> torch.Tensor:
     """Pack a bfloat16 weight `[out, in]` in pairs of input features: `[panels, blocks * 16, 16, 2]`, padded with
     zeros."""
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % BLOCK))
-    words = pack(padded.view(torch.int32))
+    words = pack(padded.view(torch.int32), zeros)
     return words.view(torch.bfloat16).view(*words.shape, 2)
