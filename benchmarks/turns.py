@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.runtime.large_pages import with_large_pages
+from common.runtime.malloc import with_large_pages
 
 ENGINE = Path(__file__).parent / "engine_turns.py"
 

@@ -32,7 +32,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from common.runtime.large_pages import with_large_pages
+from common.runtime.malloc import with_large_pages
 
 _IMPORTS = {
     "worker": ("prefill_worker.core", "decode_worker.core", "common.worker.start", "common.runtime.worker_host"),

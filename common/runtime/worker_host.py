@@ -23,7 +23,6 @@ from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings, load
 from common.runtime.curve import CurveKeys
 from common.runtime.daemon_threads import DaemonThreads
-from common.runtime.large_pages import restart_with_large_pages
 from common.runtime.lifecycle import (
     Announcer,
     collector_paused,
@@ -34,6 +33,7 @@ from common.runtime.lifecycle import (
     run,
 )
 from common.runtime.logs import configure_logging
+from common.runtime.malloc import give_memory_back, restart_with_large_pages
 from common.runtime.probes import Probed, ProbeServer
 from common.runtime.ucx import guard_allocator, guard_memory, guard_route
 from common.runtime.worker_packages import require_worker_packages
@@ -86,6 +86,7 @@ class WorkerHost:
     async def serve(self, worker: Worker, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, or a loop of the worker fails."""
         freeze_startup_objects()
+        give_memory_back()
         self._probes.probed = worker
         self._announcer.say(ready=True)
         log.info("ready")

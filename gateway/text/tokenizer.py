@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import ctypes
 import inspect
 import os
 import re
@@ -24,6 +23,7 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 
 from common.contract.errors import BatonError, OperatorError
+from common.runtime.malloc import give_memory_back
 from gateway.text.detokenizer import TokenDecoder
 from gateway.text.plain_text import Marker
 
@@ -241,7 +241,7 @@ class ModelTokenizer:
                 return self._encode_marked(text) if marked else self._encode_whole(text, add_special_tokens)
             finally:
                 if num_bytes >= _LARGE_BYTES:
-                    _give_memory_back()
+                    give_memory_back()
 
         threads = self.threads if num_bytes < _LARGE_BYTES else self._large
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
@@ -308,14 +308,6 @@ class _SpellingOut:
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` gives text for this token."""
         return token_id in self._marked or self._tokenizer.has_text(token_id)
-
-
-def _give_memory_back() -> None:
-    """Return freed memory to the system. Each thread keeps it in a heap of its own: hundreds of MB after one long
-    text."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
 
 
 def _byte_alphabet() -> dict[str, int]:
