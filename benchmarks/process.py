@@ -11,6 +11,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Self
 
+from common.runtime.lifecycle import restart_with
+from common.runtime.malloc import with_large_pages
+
 
 class Process:
     """Runs a Python module; it can be started again at the same control address after it was killed."""
@@ -30,7 +33,7 @@ class Process:
         """Start the process, and wait until it is ready."""
         reader, writer = os.pipe()
         port = ["--control-port", self.address.rpartition(":")[2]] if self.address else []
-        core, environment = self._core, os.environ | {"OMP_NUM_THREADS": "1"}
+        core, environment = self._core, with_large_pages(os.environ | {"OMP_NUM_THREADS": "1"})
         with nullcontext() if self._log is None else self._log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [*self._command, *port, "--announce-fd", str(writer)],
@@ -79,7 +82,6 @@ class Process:
 
 
 def with_passive_threads() -> None:
-    """Start this program again unless its idle OpenMP threads sleep: they would spin on cores of other threads. A
-    worker sets the variable itself, before it imports torch."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"OMP_WAIT_POLICY": "passive"})
+    """Start this program again unless its idle OpenMP threads sleep (they would spin on cores of other threads) and
+    `malloc` gives large pages, as for a worker."""
+    restart_with(with_large_pages({"OMP_WAIT_POLICY": "passive"} | os.environ))

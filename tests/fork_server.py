@@ -32,8 +32,6 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from common.runtime.malloc import with_large_pages
-
 _IMPORTS = {
     "worker": ("prefill_worker.core", "decode_worker.core", "common.worker.start", "common.runtime.worker_host"),
     "gateway": ("gateway.__main__", "transformers.models.auto.tokenization_auto"),
@@ -47,6 +45,8 @@ _NUMBER = struct.Struct("i")
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """The variables of this process without Baton's settings, for a process with one core, and `more`. A worker does
     not have to start again for large pages."""
+    from common.runtime.malloc import with_large_pages  # here: the server imports nothing before it knows from where
+
     mine = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     return with_large_pages(mine | {"OMP_NUM_THREADS": "1"} | dict(more))
 

@@ -27,7 +27,8 @@ from benchmarks.record import CPU_SUFFIXES, ROOT, by_cpu, recorded
 from common.runtime.malloc import with_large_pages
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
-_NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "VIRTUAL_ENV", "UCX_", "NIXL_")
+_TUNING = ("OMP_", "GOMP_", "KMP_", "LD_PRELOAD", "GLIBC_", "UCX_", "NIXL_")
+_NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "VIRTUAL_ENV", *_TUNING)
 
 KV_CACHE_GIB, MAX_NUM_SEQS = 1, 64
 """KV cache of each instance, in GiB, and its most sequences at a time."""

@@ -22,7 +22,7 @@ def zeros_in_large_pages(num_bytes: int) -> torch.Tensor:
 
 class LargePages:
     """Memory for many tensors, side by side in large pages: one that has no whole page of its own would be in small
-    ones. It is given back when the last tensor of a region is gone."""
+    ones. It is given back when the last tensor of a region is gone. A large tensor has pages of its own."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
@@ -32,8 +32,10 @@ class LargePages:
 
         Raises `RuntimeError` if there is not enough memory.
         """
+        if num_bytes > _REGION // 8:
+            return zeros_in_large_pages(num_bytes)
         if num_bytes > len(self._rest):
-            self._rest = _region(max(num_bytes, _REGION))
+            self._rest = _region(_REGION)
         taken, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // _LINE) * _LINE :]
         return taken.zero_()
 

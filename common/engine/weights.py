@@ -25,6 +25,7 @@ from common.engine.model_config import ModelConfig
 from common.engine.native import Kernels
 from common.engine.shard import WHOLE, Shard
 from common.runtime.checkpoint import WEIGHT_FILES
+from common.runtime.malloc import give_memory_back
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors to load)."""
@@ -112,6 +113,7 @@ def load_weights(
                 linear.pack(memory.zeros)
         if progress is not None:
             progress(done, len(files))
+    give_memory_back()
     if shard.rank:  # the sum over the ranks has each bias once
         for bias in (linear.bias for layer in weights.layers for linear in (layer.output, layer.down)):
             if bias is not None:

@@ -11,15 +11,34 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from common.contract.errors import OperatorError
 
 EXIT_OPERATOR_ERROR = 2
+_RESTARTED = "RESTARTED_PROCESS"
+"""The variable of a process that has started again: its number."""
 _PR_SET_PDEATHSIG = 1
 _SWITCH_INTERVAL_S = 0.0005
+
+
+def restart_with(environment: Mapping[str, str]) -> None:
+    """Start this program again, in this process, with these variables, unless it has them, or was started so before and
+    something has taken them away.
+
+    To be called by a program's entry point: nothing stays of the process but its number, its arguments and the files
+    that it inherited. Returns if the program cannot be started again.
+    """
+    missing = environment.items() - os.environ.items()
+    marked = {_RESTARTED: str(os.getpid())}
+    if sys.platform != "linux" or not sys.executable or not missing or marked.items() <= os.environ.items():
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with suppress(OSError):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, **marked})  # noqa: S606
 
 
 def exit_on_operator_error(main: Callable[[], None]) -> None:

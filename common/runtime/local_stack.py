@@ -25,6 +25,7 @@ from common.runtime.config import ENV_PREFIX, ServeSettings, load
 from common.runtime.gpus import VISIBLE, gpus_here, placed
 from common.runtime.lifecycle import end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
+from common.runtime.malloc import with_large_pages
 from common.runtime.restarts import MAX_RESTARTS, WINDOW_S, Restarts
 from common.runtime.worker_packages import require_worker_packages
 
@@ -282,9 +283,9 @@ def _describe_exit(code: int) -> str:
 
 def _environment(settings: ServeSettings) -> dict[str, str]:
     """This process's: `BATON_*` reaches the roles too, beneath the options given here. Requests whose worker comes back
-    wait for it as long as their own time allows, unless a variable says otherwise."""
+    wait for it as long as their own time allows, unless a variable says otherwise. No worker has to start again."""
     defaults = {f"{ENV_PREFIX}PATIENCE_S": _PATIENCE_S} if settings.restart == "always" else {}
-    return defaults | os.environ | {"PYTHONUNBUFFERED": "1"}
+    return with_large_pages(defaults | os.environ | {"PYTHONUNBUFFERED": "1"})
 
 
 async def _dismiss(listener: asyncio.Task[None] | None) -> None:

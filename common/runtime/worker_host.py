@@ -30,10 +30,11 @@ from common.runtime.lifecycle import (
     exit_on_operator_error,
     freeze_startup_objects,
     leave,
+    restart_with,
     run,
 )
 from common.runtime.logs import configure_logging
-from common.runtime.malloc import give_memory_back, restart_with_large_pages
+from common.runtime.malloc import with_large_pages
 from common.runtime.probes import Probed, ProbeServer
 from common.runtime.ucx import guard_allocator, guard_memory, guard_route
 from common.runtime.worker_packages import require_worker_packages
@@ -86,7 +87,6 @@ class WorkerHost:
     async def serve(self, worker: Worker, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, or a loop of the worker fails."""
         freeze_startup_objects()
-        give_memory_back()
         self._probes.probed = worker
         self._announcer.say(ready=True)
         log.info("ready")
@@ -123,14 +123,14 @@ def run_worker(
     program: str,
     make_worker: Callable[[_Settings, WorkerHost, Path], Awaitable[Worker]],
 ) -> None:
-    """Run a worker process from start to exit.
+    """Run a worker process from start to exit. It starts again once (`restart_with`).
 
     `make_worker(settings, host, model folder)` is called once the ports are bound and the model is found; it may raise
     `OperatorError` or `TransferError`. It is the first to import torch.
     """
     # OpenMP reads it when torch is loaded. Its threads would spin on cores for which other threads have work.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    restart_with_large_pages()
+    restart_with(with_large_pages(os.environ))
 
     async def make(settings: _Settings, host: WorkerHost) -> Worker:
         # A download may never end, and a process that is stopped must not wait for it.

@@ -89,11 +89,15 @@ def test_malloc_gives_a_worker_large_pages(before: str | None, checkpoint: Check
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=told) as worker:
         try:
             assert worker.stderr is not None
-            assert "probes on" in next(line for line in worker.stderr if "probes on" in line)
+            assert any("probes on" in line for line in worker.stderr)
             variables = Path(f"/proc/{worker.pid}/environ").read_text().split("\0")
+            heap = Path(f"/proc/{worker.pid}/smaps").read_text().partition("[heap]")[2]
         finally:
             worker.kill()
     assert f"GLIBC_TUNABLES={before or 'glibc.malloc.hugetlb=1'}" in variables
+    name, version = (os.confstr("CS_GNU_LIBC_VERSION") or "other 0").split()
+    if name == "glibc" and tuple(map(int, version.split("."))) >= (2, 35) and before is None:
+        assert "hg" in heap.partition("VmFlags:")[2].splitlines()[0].split()
 
 
 def test_a_worker_that_downloads_ends_when_it_is_told_to(taken_port: int, tmp_path: Path) -> None:

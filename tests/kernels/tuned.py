@@ -10,6 +10,7 @@ import pytest
 from common.engine.kernels.skinny import SkinnyTiling
 from common.engine.kernels.tuning import Kind
 from common.engine.linear import Linear
+from common.engine.native.packing import Zeros
 from common.engine.weights import Weights
 
 
@@ -35,7 +36,7 @@ def skinny_entries(weights: Weights, itemsize: int, tilings: dict[int, SkinnyTil
 def keep_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let weights that are loaded from now on stay as they are on a GPU, `[out, in]`, on a CPU as well."""
 
-    def pack(linear: Linear) -> None:
+    def pack(linear: Linear, zeros: Zeros) -> None:
         linear.weight = linear.weight.contiguous()
 
     monkeypatch.setattr(Linear, "pack", pack)

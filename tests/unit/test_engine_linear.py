@@ -105,8 +105,8 @@ def test_onednn_is_for_what_the_cpu_has_instructions_for_and_the_kernels_in_c_ha
     taken = []
     monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: instructions)
     monkeypatch.setattr(Linear, "pack_for_onednn", lambda self: taken.append("onednn"))
-    monkeypatch.setattr(linear_module, "pack", lambda weight: taken.append("c"))
-    monkeypatch.setattr(linear_module, "pack_pairs", lambda weight: taken.append("pairs"))
+    monkeypatch.setattr(linear_module, "pack", lambda weight, zeros: taken.append("c"))
+    monkeypatch.setattr(linear_module, "pack_pairs", lambda weight, zeros: taken.append("pairs"))
     kernels = cast("Kernels", SimpleNamespace(multiplies_pairs=pairs))
     projection = Linear(24, 16, bias=True, dtype=dtype, device=CPU, kernels=kernels)
     assert projection.weight.dtype == dtype

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from common.contract.errors import OperatorError
 from common.engine import linear, native
+from common.engine import weights as weights_module
 from common.engine.kv_cache import TORCH_DTYPES
 from common.engine.model_config import ModelConfig
 from common.engine.native.packing import Zeros
@@ -132,6 +133,13 @@ def test_packed_weights_lie_side_by_side_in_large_pages(tmp_path: Path) -> None:
     assert panels[0].data_ptr() % (2 * 2**20) == 0
     ends = [each.data_ptr() + each.nbytes for each in panels]
     assert all(0 <= after.data_ptr() - end < 64 for end, after in zip(ends, panels[1:], strict=False))
+
+
+def test_memory_is_given_back_once_a_model_is_loaded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(weights_module, "give_memory_back", lambda: given.append(True))
+    load(llama)
+    assert given == [True]
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(llama: Path) -> None:

@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
 from common.runtime.lifecycle import collector_paused
+
+RESTARTS = """
+import os, sys
+print(os.getpid(), sys.argv[1], os.environ.get("IT"))
+if "takes it away" in sys.argv:
+    os.environ.pop("IT", None)
+from common.runtime.lifecycle import restart_with
+restart_with({**os.environ, "IT": "is set"})
+print("goes on")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere programs do not start again")
+@pytest.mark.parametrize("option", ["keeps it", "takes it away"])
+def test_a_program_starts_again_once_as_the_same_process(option: str) -> None:
+    command = [sys.executable, "-c", RESTARTS, option]
+    done = subprocess.run(command, env={}, capture_output=True, text=True, check=True, timeout=60)
+    first, second, last = done.stdout.splitlines()
+    assert first.endswith(f" {option} None")
+    assert second == first.replace("None", "is set")
+    assert last == "goes on"
+
+
+@pytest.mark.processes
+def test_a_program_that_cannot_start_again_goes_on() -> None:
+    lost = RESTARTS.replace("import os, sys", "import os, sys; sys.executable = sys.argv[2]")
+    for nowhere in ("", "/nowhere/at/all"):
+        command = [sys.executable, "-c", lost, "it", nowhere]
+        done = subprocess.run(command, env={}, capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.splitlines()[1:] == ["goes on"]
 
 
 def test_the_collector_rests_and_goes_on_whatever_happens() -> None:
