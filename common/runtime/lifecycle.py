@@ -35,8 +35,8 @@ def restart_with(environment: Mapping[str, str]) -> None:
     marked = {_RESTARTED: str(os.getpid())}
     if sys.platform != "linux" or not sys.executable or not missing or marked.items() <= os.environ.items():
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
+        stream.flush()
     with suppress(OSError):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, **marked})  # noqa: S606
 
@@ -126,6 +126,6 @@ def leave() -> NoReturn:
     A normal exit would spend most of a second of a core on destroying the libraries' objects.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
+        stream.flush()
     os._exit(0)

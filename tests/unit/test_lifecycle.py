@@ -34,6 +34,14 @@ def test_a_program_starts_again_once_as_the_same_process(option: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere programs do not start again")
+def test_a_program_without_an_output_starts_again() -> None:
+    told = RESTARTS + 'sys.exit(7 if "IT" in os.environ else 3)'
+    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", told, "keeps it"]
+    assert subprocess.run(command, env={}, timeout=60).returncode == 7
+
+
+@pytest.mark.processes
 def test_a_program_that_cannot_start_again_goes_on() -> None:
     lost = RESTARTS.replace("import os, sys", "import os, sys; sys.executable = sys.argv[2]")
     for nowhere in ("", "/nowhere/at/all"):
