@@ -30,7 +30,7 @@ from benchmarks.driver import Arrival, Driver, Real
 from benchmarks.load.lengths import Clipped, LogNormal
 from benchmarks.load.summary import percentile
 from benchmarks.models import llama_15m
-from benchmarks.process import with_passive_threads
+from benchmarks.process import restart_as_a_worker
 from common.engine.block_pool import BlockPool
 from common.engine.runner import load_runner, measure_costs
 from common.runtime.config import DEFAULTS_BY_DEVICE
@@ -135,7 +135,7 @@ def measure(
     scratch: Path, *, requests: int = 120, rate: Annotated[float, "requests per second"] = 3.0, seed: int = 0
 ) -> Result:
     """Run the trace in every mode, and compare the outputs with those of the first."""
-    with_passive_threads()
+    restart_as_a_worker()
     arrivals, folder = trace(requests, rate, seed), llama_15m(scratch)
     figures: dict[str, dict[str, float]] = {}
     expected: list[list[int]] | None = None

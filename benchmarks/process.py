@@ -81,7 +81,7 @@ class Process:
             self._process.wait()
 
 
-def with_passive_threads() -> None:
+def restart_as_a_worker() -> None:
     """Start this program again unless its idle OpenMP threads sleep (they would spin on cores of other threads) and
     `malloc` gives large pages, as for a worker."""
     restart_with(with_large_pages({"OMP_WAIT_POLICY": "passive"} | os.environ))

@@ -27,7 +27,7 @@ import torch
 from benchmarks.command import Result, run
 from benchmarks.figures import compared
 from benchmarks.models import MODELS, Model
-from benchmarks.process import with_passive_threads
+from benchmarks.process import restart_as_a_worker
 from common.contract.ids import Incarnation, new_incarnation
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
@@ -58,7 +58,7 @@ def measure(
     rounds: int = 9,
 ) -> Iterator[Result]:
     """All steps so far, after each model and type; the pulls at last."""
-    with_passive_threads()
+    restart_as_a_worker()
     steps: list[dict[str, Any]] = []
     for model in models:
         folder = scratch / model
