@@ -34,15 +34,15 @@ def test_what_is_freed_between_what_is_not_is_given_back() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
-    pieces, kept, size = [], [], 100_000
-    for _ in range(1000):
-        pieces.append(libc.malloc(size))
-        ctypes.memset(pieces[-1], 1, size)
-        kept.append(libc.malloc(5000))
+    size, freed = 100_000, 1000
+    pieces = [libc.malloc(size) for _ in range(2 * freed)]
     for piece in pieces:
+        ctypes.memset(piece, 1, size)
+    for piece in pieces[::2]:  # of one size: what stays lies between what goes, whatever gaps the heap had before
         libc.free(piece)
     before = resident()
     give_memory_back()
-    assert before - resident() > 0.8 * size * len(pieces)
-    for piece in kept:
+    after = resident()
+    for piece in pieces[1::2]:
         libc.free(piece)
+    assert before - after > 0.8 * size * freed
