@@ -33,11 +33,11 @@ def _decode_rows(figures: Figures) -> Iterator[Row]:
 def _small_rows(figures: Figures) -> Iterator[Row]:
     for each in figures["layer"]:
         name = f"{each['kernel']}, {each['tokens']} tokens"
-        yield {"name": name, "us": f"{each['us']:.1f}", "floor": f"{each['floor_us']:.1f}"}
+        yield {"name": name, "us": f"{each['us']:.1f}"}
     for each in figures["sampler"]:
         for kind in ("greedy", "temperature", "top_k_top_p"):
             name = f"{kind}, {each['batch']} rows of {each['vocabulary']}"
-            yield {"name": name, "us": f"{each[f'{kind}_us']:.0f}", "floor": ""}
+            yield {"name": name, "us": f"{each[f'{kind}_us']:.0f}"}
 
 
 def _steps(figures: Figures) -> Iterator[Row]:
@@ -121,8 +121,8 @@ PARTS: dict[str, tuple[str, Callable[[Run], str]]] = {
         "gpu-kernels",
         Table(
             """
-| kernel | µs | its bytes alone, µs |
-| {name} | {us} | {floor} |
+| kernel | µs |
+| {name} | {us} |
 """,
             _small_rows,
         ),

@@ -129,14 +129,25 @@ def default_cases(capability: int) -> Iterator[Case]:
 
 
 def compile_all(cases: Sequence[Case]) -> Iterator[list[Binary]]:
-    """The binaries of each case. They are compiled by as many processes as there are cores."""
+    """The binaries of each case. Raises what compiling one raises."""
+    for made in compiled(cases):
+        if isinstance(made, Exception):
+            raise made
+        yield made
+
+
+def compiled(cases: Sequence[Case]) -> Iterator[list[Binary] | Exception]:
+    """The binaries of each case, or what compiling it has raised. As many processes compile as there are cores."""
     assert not tiles.INTERPRETED, "unset TRITON_INTERPRET"
     with ProcessPoolExecutor(
         max_workers=min(len(cases), os.cpu_count() or 1),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_compile_only,
     ) as pool:
-        yield from pool.map(_binaries, cases)
+        for future in [pool.submit(_binaries, case) for case in cases]:
+            error = future.exception()
+            assert error is None or isinstance(error, Exception), error
+            yield error or future.result()
 
 
 class _Target:

@@ -1,9 +1,9 @@
 """Whole steps of models of well-known shapes with random weights, against the rates of the device, and what they take
 if no result may depend on the batch.
 
-A decode step must read every weight and the KV of every sequence once, so its floor is these bytes divided by the copy
-rate. A prefill must do the products of its matrices and of causal attention, so its floor is these operations divided
-by the rate of a large matrix product.
+A decode step must read every weight and the KV of every sequence once, so its floor is these bytes divided by the rate
+of reading. A prefill must do the products of its matrices and of causal attention, so its floor is these operations
+divided by the rate of a large matrix product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from benchmarks.gpu.child import attempts
-from benchmarks.gpu.timing import copy_bytes_per_s, matmul_flops_per_s
+from benchmarks.gpu.timing import matmul_flops_per_s, read_bytes_per_s
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, Slice
 from common.engine.executor import Executor
@@ -60,10 +60,10 @@ PROFILED, PROFILED_CONTEXT, PROFILED_STEPS = (1, 64), 2048, 8
 
 def decode(model: str) -> Iterator[dict[str, Any]]:
     """Milliseconds of a decode step for each of `DECODES`."""
-    copy_rate = copy_bytes_per_s()
+    read_rate = read_bytes_per_s()
     runner, num_weight_bytes = make_runner(SHAPES[model], graphs=True)
     yield from attempts(
-        (f"{batch} x {context}", partial(decode_row, model, runner, batch, context, num_weight_bytes, copy_rate))
+        (f"{batch} x {context}", partial(decode_row, model, runner, batch, context, num_weight_bytes, read_rate))
         for batch, context in DECODES
     )
 
@@ -87,19 +87,27 @@ def profile(model: str) -> Iterator[dict[str, Any]]:
 
 def early(model: str) -> Iterator[dict[str, Any]]:
     """Milliseconds of decode steps whose kernels are launched early, and of the same without. Raises `AssertionError`
-    if their tokens differ."""
+    if their tokens differ, or the log-probabilities of the likeliest."""
     made = []
     for tiles.LAUNCHES_EARLY in (False, True):
         runner, _ = make_runner(SHAPES[model], graphs=True)
-        made.append({batch: decoded(runner, batch, PROFILED_CONTEXT, STEPS) for batch in PROFILED})
+        made.append(
+            {
+                batch: (
+                    *decoded(runner, batch, PROFILED_CONTEXT, STEPS),
+                    decoded(runner, batch, PROFILED_CONTEXT, PROFILED_STEPS, logprobs=20)[1],
+                )
+                for batch in PROFILED
+            }
+        )
         del runner
         gc.collect()
         torch.cuda.empty_cache()
     for batch in PROFILED:
-        (plain_s, plain), (early_s, others) = (each[batch] for each in made)
+        (plain_s, *plain), (early_s, *others) = (each[batch] for each in made)
         ms = {"plain_ms": 1e3 * plain_s / STEPS, "early_ms": 1e3 * early_s / STEPS}
         yield {"kind": "early", "model": model, "batch": batch, "context": PROFILED_CONTEXT, **ms}
-        assert plain == others, f"other tokens, {batch} sequences"
+        assert plain == others, f"other tokens or log-probabilities, {batch} sequences"
 
 
 def invariant(model: str) -> Iterator[dict[str, Any]]:
@@ -164,24 +172,26 @@ def random_weights(config: ModelConfig, device: torch.device, *, batch_invariant
 
 
 def decode_row(
-    model: str, runner: ModelRunner, batch: int, context: int, num_weight_bytes: int, copy_rate: float
+    model: str, runner: ModelRunner, batch: int, context: int, num_weight_bytes: int, read_rate: float
 ) -> dict[str, Any]:
     """Milliseconds of a decode step. Each step is submitted while the one before runs."""
     step_s = decoded(runner, batch, context, STEPS)[0] / STEPS
     kv_bytes = batch * context * runner.layout.block_bytes // BLOCK
-    floor_s = (num_weight_bytes + kv_bytes) / copy_rate
+    floor_s = (num_weight_bytes + kv_bytes) / read_rate
     return {
         "kind": "decode", "model": model, "weight_bytes": num_weight_bytes, "batch": batch, "context": context,
         "step_ms": 1e3 * step_s, "floor_ms": 1e3 * floor_s, "over_floor": step_s / floor_s,
     }  # fmt: skip
 
 
-def decoded(runner: ModelRunner, batch: int, context: int, steps: int) -> tuple[float, list[Any]]:
+def decoded(
+    runner: ModelRunner, batch: int, context: int, steps: int, logprobs: int | None = None
+) -> tuple[float, list[Any]]:
     """Seconds of `steps` decode steps, after `WARM_UP` others, of sequences whose contexts were never computed; and the
-    outcomes of all but the last."""
+    outcomes of all but the last, with so many log-probabilities."""
     blocks = runner.layout.blocks_for(context + WARM_UP + steps)
     tables = [list(range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
-    params = SamplingParams(temperature=0.0, max_tokens=10**6)
+    params = SamplingParams(temperature=0.0, max_tokens=10**6, logprobs=logprobs)
     before: Submitted | None = None
     outcomes = []
     for number in range(WARM_UP + steps):

@@ -93,7 +93,7 @@ def models() -> Iterator[dict[str, Any]]:
     groups of ranks, and swapped blocks. Raises `AssertionError` if one fails or is skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
         done = subprocess.run([*command, *GPU_TESTS], cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     for case in cases:

@@ -32,7 +32,7 @@ def check(out: Path, scratch: Path) -> list[Measurement]:
         _of("check", "inventory", "inventory:inventory", 60),
         _of("check", "check decode", "checks:decode", 90),
         _of("check", "check prefill", "checks:prefill", 90),
-        _of("check", "check models", "inventory:models", 90),
+        _of("check", "check models", "inventory:models", 200),
         _of("check", "check sanitizer", "inventory:sanitizer", 75, optional=True),  # no device in some sandboxes
     ]
 
@@ -59,7 +59,7 @@ def engine(out: Path, scratch: Path) -> list[Measurement]:
         for kind in ("decode", "prefill")
     ]
     of_one = [
-        _of("engine", f"{kind} {MODELS[0]}", f"engine:{kind}", 100, model=MODELS[0], optional=kind == "early")
+        _of("engine", f"{kind} {MODELS[0]}", f"engine:{kind}", 200, model=MODELS[0], optional=kind == "early")
         for kind in ("profile", "invariant", "early")  # the last is of launches that are off
     ]
     return [*steps, *of_one]
@@ -78,7 +78,7 @@ def stack(out: Path, scratch: Path) -> list[Measurement]:
 
     def system(name: str, suffix: str = "", **options: Any) -> Measurement:
         name_ = f"stack {name}{suffix}"
-        return _of("stack", name_, "stack:run", 150, system=name, scratch=str(scratch), **options)
+        return _of("stack", name_, "stack:run", 300, system=name, scratch=str(scratch), **options)
 
     return [
         system("baton colocated"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 
 _REPLAYS = 15
+_LEAST_US = 300.0
+"""Least time of a replay: in it the host launches the next one, which takes some 10 µs."""
+_WARM_UP_US = 20_000.0
 _COLD_BYTES = 512 * 2**20
 """Bytes of other inputs that are read between two uses of one input: ten times the last-level cache of an H200."""
 
@@ -42,17 +46,29 @@ def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of one of `calls`. They are captured one after another in a graph that is replayed."""
+    """Median microseconds of one of `calls`. They are captured one after another, as often as makes `_LEAST_US`, in a
+    graph that is replayed."""
     graph = captured(calls)
-    graph.replay()
+    us = replay_us(graph, 2)
+    repeats = math.ceil(_LEAST_US / us)
+    if repeats > 1:
+        graph = captured([*calls] * repeats)
+    for _ in range(math.ceil(_WARM_UP_US / (us * repeats))):
+        graph.replay()
+    return replay_us(graph, _REPLAYS) / (repeats * len(calls))
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Median microseconds of a replay, without those that the host takes to launch it: another one runs meanwhile."""
     taken: list[float] = []
-    for _ in range(_REPLAYS):
+    for _ in range(times):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        taken.append(1e3 * begin.elapsed_time(end) / len(calls))
+        taken.append(1e3 * begin.elapsed_time(end))
     return statistics.median(taken)
 
 
@@ -63,6 +79,12 @@ def copy_bytes_per_s() -> float:
     target = torch.empty_like(source)
     us = min(launched_us(lambda: target.copy_(source)), graph_us([lambda: torch.bitwise_not(source, out=target)]))
     return 2 * source.nbytes / (1e-6 * us)
+
+
+def read_bytes_per_s() -> float:
+    """Bytes read per second by the largest of 2 GiB of numbers, or by a copy of them, whichever is faster."""
+    source = torch.empty(2**29, dtype=torch.int32, device="cuda").random_()
+    return max(source.nbytes / (1e-6 * graph_us([lambda: torch.amax(source)])), copy_bytes_per_s())
 
 
 def launched_us(call: Callable[[], object]) -> float:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.gpu import kernels, products
-from benchmarks.gpu.compiled import Case, compile_all
+from benchmarks.gpu.compiled import Case, compiled
 from benchmarks.gpu.kernels import Heads
 from benchmarks.gpu.products import Product
 from benchmarks.gpu.timing import graph_us, num_copies
@@ -151,17 +151,18 @@ def _capability() -> int:
 
 
 def fitting(cases: Mapping[_Key, Sequence[Case]]) -> dict[_Key, list[Any]]:
-    """The tilings of which a multiprocessor has room for a program, and which keep most of what they use in registers,
-    by key. All are compiled at once, on every core, which takes most of the time of tuning."""
-    binaries = compile_all([case for of_key in cases.values() for case in of_key])
-    return {
-        key: [
-            case.tiling
-            for case in of_key
-            if all(each.programs > 0 and each.stack_bytes <= MOST_STACK_BYTES for each in next(binaries))
-        ]
-        for key, of_key in cases.items()
-    }
+    """The tilings that can be compiled, of which a multiprocessor has room for a program, and which keep most of what
+    they use in registers, by key. All are compiled at once, on every core, which takes most of the time of tuning."""
+    made = compiled([case for of_key in cases.values() for case in of_key])
+
+    def fits(case: Case) -> bool:
+        binaries = next(made)
+        if isinstance(binaries, Exception):
+            print(f"{case}: {binaries}", flush=True)
+            return False
+        return all(each.programs > 0 and each.stack_bytes <= MOST_STACK_BYTES for each in binaries)
+
+    return {key: [case.tiling for case in of_key if fits(case)] for key, of_key in cases.items()}
 
 
 def timed(tilings: Sequence[_Tiling], us: Callable[[_Tiling], float]) -> list[tuple[float, _Tiling]]:
@@ -179,12 +180,13 @@ def timed(tilings: Sequence[_Tiling], us: Callable[[_Tiling], float]) -> list[tu
 def best_decode(
     batch: int, length: int, heads: Heads, tilings: Sequence[DecodeTiling]
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
-    """The fastest tiling, with its number of programs per multiprocessor, as an entry and as text."""
-    copies = num_copies(batch * length * heads.token_bytes, most=16)
+    """The fastest tiling, with its number of programs per multiprocessor, as an entry and as text. The grid is that
+    for the longest context, which the engine's graphs have."""
+    copies = num_copies(batch * length * heads.token_bytes)
     scene = kernels.Scene(batch, length, 1, copies, block_size=_BLOCK_SIZE, heads=heads)
 
     def us(tiling: DecodeTiling) -> float:
-        return graph_us(kernels.decode_calls(scene, tiling, length))
+        return graph_us(kernels.decode_calls(scene, tiling, kernels.LONGEST))
 
     first = timed(tilings, us)
     best = [tiling for _, tiling in first[:_NUM_BEST]]

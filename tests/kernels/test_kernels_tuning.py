@@ -19,6 +19,7 @@ from common.engine.kernels.tuning import MEASURED, Tuning
 from common.engine.kernels.tuning import TABLE as COMMITTED
 
 SHORT, LONG = DecodeTiling(tile=32, num_warps=2), DecodeTiling(tile=128, programs_per_processor=4.0)
+MANY = DecodeTiling(tile=64, num_warps=8)
 ROOMY, SMALL = 228 * 2**10, 100 * 2**10
 
 
@@ -41,6 +42,24 @@ def decode_of(tuning: Tuning, *, head_dim: int = 128, itemsize: int = 2, max_seq
     return tuning.decode(
         head_dim=head_dim, itemsize=itemsize, block_size=64, group=4, num_rows=8, max_seq_len=max_seq_len
     )
+
+
+def test_rows_count_more_than_the_longest_context() -> None:
+    """A graph for many rows has the longest context that there may be, whatever its rows have."""
+    table = {"A": [*TABLE["A"], entry(MANY, group=4, num_rows=2048, max_seq_len=1024, block_size=64)]}
+    shape = {"head_dim": 128, "itemsize": 2, "block_size": 64, "group": 4, "max_seq_len": 65536}
+    found = {rows: Tuning("A", ROOMY, table).decode(num_rows=rows, **shape) for rows in (8, 64, 512, 2048, 4096)}
+    assert found == {8: LONG, 64: LONG, 512: MANY, 2048: MANY, 4096: MANY}
+
+
+def test_each_batch_of_a_graph_has_what_was_measured_for_its_rows() -> None:
+    entries = json.loads(COMMITTED.read_text())["NVIDIA H200"]
+    shape = {"head_dim": 128, "itemsize": 2, "block_size": 64, "group": 4, "max_seq_len": 65536}
+    tuning = Tuning("NVIDIA H200", ROOMY)
+    measured = [each for each in entries if (each["kernel"], each["head_dim"]) == ("decode", 128)]
+    for rows in {each["shape"]["num_rows"] for each in measured}:
+        candidates = [DecodeTiling(**each["tiling"]) for each in measured if each["shape"]["num_rows"] == rows]
+        assert tuning.decode(num_rows=rows, **shape) in candidates
 
 
 def test_the_nearest_shape_by_ratios() -> None:
@@ -85,6 +104,17 @@ def test_a_gpu_that_was_measured_stands_for_its_compute_capability(monkeypatch: 
 
     assert decode_of(of("NVIDIA H200", 9)) == decode_of(of("NVIDIA H100 80GB HBM3", 9)) != DecodeTiling()
     assert decode_of(of("NVIDIA A100", 8)) == DecodeTiling()
+
+
+def test_what_a_gpu_was_not_measured_for_is_that_of_another_of_its_capability() -> None:
+    """A run of tuning that was cut off, or had products only, leaves the rest as it was."""
+    of_prefill = {"kernel": "prefill", "head_dim": 128, "itemsize": 2, "shape": {"group": 4, "block_size": 64}}
+    table = TABLE | {"B": [of_prefill | {"tiling": asdict(PrefillTiling(rows=64))}]}
+    tuning = Tuning("B", ROOMY, table, like="A")
+    assert tuning.prefill(head_dim=128, itemsize=2, block_size=64, group=4) == PrefillTiling(rows=64)
+    assert decode_of(tuning) == SHORT
+    own = entry(MANY, group=4, num_rows=2048, max_seq_len=1024, block_size=64)
+    assert decode_of(Tuning("B", ROOMY, table | {"B": [own]}, like="A")) == MANY
 
 
 def test_large_heads_have_smaller_tiles_where_there_is_less_shared_memory() -> None:

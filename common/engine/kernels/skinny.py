@@ -26,6 +26,8 @@ _SUM_TILE = 256
 """Outputs that a program adds the partial sums of."""
 _LINE_BYTES = 128
 """Bytes of a cache line."""
+_FETCHED_BYTES = 16 * 2**20
+"""Most bytes that a product fetches before its input is there: of a cache of 50 MiB (H100) and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class SkinnyTiling:
     num_warps: int = 4
     num_stages: int = 4
     lines: int = 16
-    """Cache lines of each row of the weight that are fetched before the kernel's input is there; a power of two."""
+    """Most cache lines of each row of the weight that are fetched before the input is there; a power of two."""
 
     @classmethod
     def untuned(cls, num_columns: int, num_processors: int) -> SkinnyTiling:
@@ -76,6 +78,7 @@ def skinny(
     num_splits = num_tiles(inputs, split_depth)
     programs = num_tiles(outputs, tiling.columns)
     line = _LINE_BYTES // weight_NK.itemsize
+    most_lines = max(1, _FETCHED_BYTES // (weight_NK.shape[0] * num_splits * _LINE_BYTES))
     kept = num_splits > 1
     partial_SMN = x_MK.new_empty(num_splits if kept else 0, num_rows, weight_NK.shape[0], dtype=torch.float32)
     bias = out_MN if bias_N is None else bias_N
@@ -85,7 +88,7 @@ def skinny(
         OUTPUTS=outputs, INPUTS=inputs, SPLIT_DEPTH=split_depth, SPLIT=kept,
         EVEN=outputs % tiling.columns == 0 and inputs % split_depth == 0,
         ROWS=FEW_ROWS, COLUMNS=tiling.columns, DEPTH=depth, WIDEN=widens(x_MK), **flags,
-        LINE=line, LINES=min(tiling.lines, padded(num_tiles(split_depth, line), 1)),
+        LINE=line, LINES=min(tiling.lines, 1 << (most_lines.bit_length() - 1), padded(num_tiles(split_depth, line), 1)),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **early(),
     )  # fmt: skip
     if kept:

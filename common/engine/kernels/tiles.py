@@ -63,11 +63,15 @@ def early() -> dict[str, bool]:
 
 @triton.jit
 def await_inputs(EARLY: tl.constexpr):
-    """Wait until the kernels before this one in the stream have ended; then the next one may be launched. Before it, a
-    kernel may read only what no kernel writes."""
+    """Let the next kernel be launched as soon as each program of this one has begun, and wait until the kernels before
+    this one in the stream have ended. Before it, a kernel may read only what no kernel writes, and write nothing.
+
+    The next kernel waits for the end of this one, which has itself waited for those before it. So every program of
+    every kernel that is launched early must come here.
+    """
     if EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
 
 def describe(kv_layer: torch.Tensor, tile: int) -> TensorDescriptor:

@@ -1,9 +1,9 @@
 """The tiling with which a kernel is compiled: from a table of measurements for each GPU and shape, or a default.
 
 `tuning.json` maps a GPU's name to entries; an entry has the kernel, the shape that it was measured for and the tiling.
-A shape that is not in the table takes the nearest one that is, of the same head dimension and type. A GPU that is not
-in it takes the entries of one of its compute capability (`MEASURED`), or has defaults, which fit into the registers and
-the shared memory of every GPU from compute capability 8.0 on.
+A shape that is not in the table takes the nearest one that is, of the same head dimension and type. A kernel, head
+dimension and type that were not measured on a GPU take the entries of a GPU of its compute capability (`MEASURED`), or
+have defaults, which fit into the registers and the shared memory of every GPU from compute capability 8.0 on.
 Products of few rows are otherwise: a weight that is not in the table, or for which torch was quicker, is torch's.
 """
 
@@ -31,18 +31,31 @@ INVARIANT_RUN = 2048
 """Keys of a run of attention whose results do not depend on the batch."""
 MEASURED = {(9, 0): "NVIDIA H200"}
 """Compute capability → a GPU of it that is in the table."""
+_WEIGHTS = {"max_seq_len": 0.25}
+"""How much a ratio of shapes counts, where not 1. A captured graph has the longest context that there may be, whatever
+the contexts are, and so says little of it."""
 
 
 class Tuning:
     """The tilings for one GPU."""
 
     def __init__(
-        self, gpu: str, shared_bytes: int, table: dict[str, Any] | None = None, *, copy_engine: bool = False
+        self,
+        gpu: str,
+        shared_bytes: int,
+        table: dict[str, Any] | None = None,
+        *,
+        like: str | None = None,
+        copy_engine: bool = False,
     ) -> None:
-        """`gpu` is the name that `torch.cuda.get_device_name` gives; `shared_bytes` is the shared memory of a
-        multiprocessor; `copy_engine` is whether to use the one for tiles (TMA), which was measured on Hopper GPUs."""
+        """`gpu` is the name that `torch.cuda.get_device_name` gives, `like` that of a GPU whose entries count where it
+        has none; `shared_bytes` is the shared memory of a multiprocessor; `copy_engine` is whether to use the one for
+        tiles (TMA), which was measured on Hopper GPUs."""
         self._shared_bytes, self._copy_engine = shared_bytes, copy_engine
-        entries = (_table() if table is None else table).get(gpu, [])
+        table = _table() if table is None else table
+        entries = list(table.get(gpu, []))
+        own = {_measured(each) for each in entries}
+        entries += [each for each in table.get(like or gpu, []) if _measured(each) not in own]
         self._entries = [each for each in entries if each["kernel"] not in KINDS]
         self._skinny: dict[tuple[Any, ...], SkinnyTiling | None] = {}
         """By kind, bytes of an element and shape; None where torch is quicker."""
@@ -56,8 +69,8 @@ class Tuning:
     def of(cls, device: torch.device) -> Tuning:
         """The tilings for the GPU `device`."""
         gpu = torch.cuda.get_device_properties(device)
-        name = gpu.name if gpu.name in _table() else MEASURED.get((gpu.major, gpu.minor), gpu.name)
-        return cls(name, gpu.shared_memory_per_multiprocessor, copy_engine=gpu.major == 9)
+        like = MEASURED.get((gpu.major, gpu.minor))
+        return cls(gpu.name, gpu.shared_memory_per_multiprocessor, like=like, copy_engine=gpu.major == 9)
 
     def decode(
         self, *, head_dim: int, itemsize: int, block_size: int, group: int, num_rows: int, max_seq_len: int
@@ -114,9 +127,18 @@ class Tuning:
         entries = [each for each in self._entries if (each["kernel"], each["head_dim"], each["itemsize"]) == wanted]
 
         def distance(entry: dict[str, Any]) -> float:
-            return sum(abs(math.log2(max(1, size) / max(1, entry["shape"][name]))) for name, size in shape.items())
+            return sum(
+                _WEIGHTS.get(name, 1.0) * abs(math.log2(max(1, size) / max(1, entry["shape"][name])))
+                for name, size in shape.items()
+            )
 
         return dict(min(entries, key=distance)["tiling"]) if entries else {}
+
+
+def _measured(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """What an entry is measured for, but for the sizes of a batch."""
+    shape = entry["shape"]
+    return entry["kernel"], entry.get("head_dim"), entry["itemsize"], shape.get("outputs"), shape.get("inputs")
 
 
 def _copied(head_dim: int, itemsize: int, block_size: int, tile: int) -> bool:
