@@ -183,7 +183,7 @@ class DecodeCore:
                 for request in self.front.lost(peer):
                     self.book.forget(request, "its gateway is gone")
             case DrainWanted():
-                self.front.drain()
+                self.front.drain(leaving=True)
             case DrainEnded(why):
                 for request in list(self.book.requests.values()):
                     self.book.fail(request, Cause.DRAINING, why)

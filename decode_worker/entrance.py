@@ -238,7 +238,7 @@ class Entrance:
         request.fork_blocks = self._pool.allocate(num_forks)
         for index, newcomer in zip(work.choices, newcomers, strict=True):
             self._admission.enter((request, index), newcomer)
-        if not request.sent_back:
+        if not (request.sent_back or work.moving):  # a sequence that moves has its tokens from its source
             self.num_prefix_queried += num_tokens
             self.num_prefix_hit += len(held) * size
         if request.pull is not None:

@@ -103,6 +103,9 @@ class Departures:
             choice.num_put_off += 1
             self._send(sink, withdrawn(message.key, Cause.CAPACITY, "the sequence has run ahead of what was read"))
             return
+        before = self._wanted.get(choice)
+        if before is not None and before.request != message.request:
+            self._lender.withdraw(before.request, Cause.SUPERSEDED, "the sequence moves to another worker")
         self._lender.expect(message.key, choice.request.deadline)
         self._lender.on_message(sink, message)
         self._wanted[choice] = message

@@ -53,7 +53,10 @@ class Preemption:
         if pressure is None:
             return
         rank, lacking = pressure
-        holders = (*self._batch.running(), *self._batch.ready(), *self._prompts, *self._entrance.unread())
+        lacking -= self._num_ending
+        ending = self._batch.ending
+        running = [each for each in self._batch.running() if each not in ending]
+        holders = (*running, *self._batch.ready(), *self._prompts, *self._entrance.unread())
         victims = [each for each in holders if _seniority(each)[0] > rank and not each.gave_way]
         victims.sort(key=_seniority, reverse=True)
         for victim in victims:
@@ -62,23 +65,26 @@ class Preemption:
             victim.gave_way = True
             lacking -= self.preempt(victim, step, now)
 
-    def make_room(
-        self, lacking: Collection[DecodeChoice], ending: Collection[DecodeChoice], step: Step, now: float
-    ) -> set[DecodeChoice]:
-        """Preempt until there will be a block, when this step has ended, for each of `lacking`. Sequences in `ending`
-        end with the step before. Returns those of `lacking` that were not preempted themselves."""
+    def make_room(self, lacking: Collection[DecodeChoice], step: Step, now: float) -> set[DecodeChoice]:
+        """Preempt until there will be a block, when this step has ended, for each of `lacking`. Returns those of
+        `lacking` that were not preempted themselves."""
         # Blocks that steps in flight, this one included, release, and those of sequences that end.
-        num_freed = self._pool.num_limbo + sum(self._pool.num_private(each.sequence.block_table) for each in ending)
+        num_freed = self._pool.num_limbo + self._num_ending
         while num_freed < sum(choice in self._batch for choice in lacking):
-            newest = self._newest(ending)
+            newest = self._newest()
             assert newest is not None, "those that lack a block are candidates themselves"
             num_freed += self.preempt(newest, step, now)
         return {choice for choice in lacking if choice in self._batch}
 
-    def _newest(self, ending: Collection[DecodeChoice]) -> Holder | None:
-        """The newest holder of blocks of the lowest tier, without pulls that have begun to read and sequences in
-        `ending`."""
-        newest = (self._batch.newest(ending), self._prompts.newest(), self._entrance.newest_unread())
+    @property
+    def _num_ending(self) -> int:
+        """Blocks that sequences give back which end with the step before."""
+        return sum(self._pool.num_private(each.sequence.block_table) for each in self._batch.ending)
+
+    def _newest(self) -> Holder | None:
+        """The newest holder of blocks of the lowest tier, without pulls that have begun to read and sequences that
+        end."""
+        newest = (self._batch.newest(), self._prompts.newest(), self._entrance.newest_unread())
         return max((each for each in newest if each is not None), key=_seniority, default=None)
 
     def preempt(self, victim: Holder, step: Step, now: float) -> int:
@@ -94,11 +100,14 @@ class Preemption:
         # If it still has host slots, they were not swapped in yet and stay valid. A half recomputed one is dropped.
         if victim.stage is not ChoiceStage.RECOMPUTING and not victim.host_slots:
             num_content = self._policy.blocks_for(victim.sequence.num_computed)
-            # Blocks that others hold, too, will still be cached when it comes back.
-            num_shared = len(table) - num_freed
+            # With a prefix cache, blocks that others hold, too, will still be cached when it comes back.
+            num_shared = len(table) - num_freed if self._pool.prefix_cache else 0
             if self._swap.takes(num_content, victim.sequence.num_tokens - num_shared * self._policy.block_size):
+                self._sequences.name(victim)  # their contents are here until the swap, and may be shared
                 step.swap_outs += self._swap.swap_out(victim, table[:num_content])
-        if not victim.host_slots:
+        if victim.host_slots:
+            self._swap.num_swapped += 1
+        else:
             self.num_recomputed += 1
         self._sequences.take_blocks(victim)
         if not victim.host_slots:

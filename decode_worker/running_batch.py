@@ -51,6 +51,9 @@ class RunningBatch:
         self._stepped_aside: list[DecodeChoice] = []
         self._ahead: Collection[DecodeChoice] = ()
         """Sequences whose next token is computed by the step before this one."""
+        self.ending: set[DecodeChoice] = set()
+        """Running sequences whose last token is computed by the step before, which still runs. They are in no further
+        step, and give way to nobody: their places and blocks come back anyway."""
         self.step = 0
         """Number of the step that is being prepared, or was last."""
 
@@ -104,6 +107,7 @@ class RunningBatch:
         """
         self.step += 1
         self._ahead = ahead
+        self.ending = self._find_ending()
         joined = []
         while (choice := self._ready.first()) is not None:
             oldest = aged(self._ready_since, now - self._ageing_s)
@@ -164,8 +168,7 @@ class RunningBatch:
         self._due.put(self.step + 1 + max(0, num_left + 1), (choice,))
         self._ends.put(self.step + 1 + self._num_left(choice), (choice,))
 
-    def ending(self) -> set[DecodeChoice]:
-        """Running sequences whose last token is computed by the step before, which still runs."""
+    def _find_ending(self) -> set[DecodeChoice]:
         ending = set()
         for choice in self._ends.take(self.step):
             num_left = self._num_left(choice)
@@ -174,9 +177,9 @@ class RunningBatch:
             self._ends.put(self.step + max(1, num_left), (choice,))  # one that has sat out steps ends later
         return ending
 
-    def newest(self, ending: Collection[DecodeChoice] = ()) -> DecodeChoice | None:
-        """The newest sequence of the lowest tier among the running and the ready ones, without those in `ending`."""
-        running = next((each for each in self._newest.smallest(len(ending) + 1) if each not in ending), None)
+    def newest(self) -> DecodeChoice | None:
+        """The newest sequence of the lowest tier among the running and the ready ones, without those that end."""
+        running = self._newest_but(self.ending)
         ready = self._newest_ready()
         if running is None or ready is None:
             return running or ready
@@ -187,6 +190,7 @@ class RunningBatch:
         self._ready.discard(choice)
         self._ready_since.discard(choice)
         self._aged.discard(choice)
+        self.ending.discard(choice)
         if choice in self._running:
             del self._running[choice]
             self._newest.discard(choice)
@@ -201,6 +205,7 @@ class RunningBatch:
         assert not set(self._ready) & set(self._running)
         assert set(self._ready) == set(self._ready_since)
         assert self._aged <= set(self._running)
+        assert self.ending <= set(self._running)
         assert len(self._aged) <= max(1, self._bound.most // AGED_SHARE)
         for choice in self._running:
             assert choice.stage is ChoiceStage.RUNNING, choice.sequence
@@ -223,6 +228,10 @@ class RunningBatch:
         """Number of tokens that the sequence may still get."""
         return choice.sequence.most_tokens(self._max_sequence_tokens) - self._num_tokens(choice)
 
+    def _newest_but(self, spared: Collection[DecodeChoice]) -> DecodeChoice | None:
+        """The newest running sequence of the lowest tier that is not `spared`."""
+        return next((each for each in self._newest.smallest(len(spared) + 1) if each not in spared), None)
+
     def _newest_ready(self) -> DecodeChoice | None:
         return max(self._ready, key=seniority, default=None)
 
@@ -240,5 +249,5 @@ class RunningBatch:
 
     def _junior_to(self, choice: DecodeChoice) -> DecodeChoice | None:
         """The running sequence that would give its place to `choice`; None if there is none."""
-        newest = next((g for g in self._newest.smallest(len(self._aged) + 1) if g not in self._aged), None)
+        newest = self._newest_but(self._aged | self.ending)
         return None if newest is None or seniority(newest)[0] <= seniority(choice)[0] else newest

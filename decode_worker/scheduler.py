@@ -169,10 +169,9 @@ class DecodeScheduler:
         if not self.bound.fixed:
             self.bound.update([*self.batch.running(), *self.batch.ready()])
         joined = self.sequences.next_step(now, ahead)
-        ending = self.batch.ending()
         self.preemption.relieve(step, now)
-        idle = ending | {choice for choice in self.entrance.awaited if choice in self.batch}
-        sitting_out = self._grow(step, now, ending, idle) | idle
+        idle = self.batch.ending | {choice for choice in self.entrance.awaited if choice in self.batch}
+        sitting_out = self._grow(step, now, idle) | idle
         step.decodes = self.batch.running()
         if sitting_out:
             step.decodes = [choice for choice in step.decodes if choice not in sitting_out]
@@ -274,7 +273,7 @@ class DecodeScheduler:
             del draft[len(table) * self._block_size - num_tokens :]
         return {choice: draft for choice, draft in drafts.items() if draft}
 
-    def _grow(self, step: Step, now: float, ending: set[DecodeChoice], idle: set[DecodeChoice]) -> set[DecodeChoice]:
+    def _grow(self, step: Step, now: float, idle: set[DecodeChoice]) -> set[DecodeChoice]:
         """Give each sequence that is due, and not `idle`, its next block. Sequences for which there is no block sit
         this step out; newer ones of lower tiers are preempted, so that there will be blocks."""
         due = self.batch.due()
@@ -288,7 +287,7 @@ class DecodeScheduler:
         for choice, block in zip(fed, self._pool.allocate(num_blocks), strict=True):
             choice.sequence.block_table.append(block)
         self.batch.fed(fed)
-        sitting_out = self.preemption.make_room(lacking, ending, step, now) if lacking else set()
+        sitting_out = self.preemption.make_room(lacking, step, now) if lacking else set()
         self.batch.sit_out(sitting_out)
         return sitting_out
 

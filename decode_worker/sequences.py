@@ -148,7 +148,7 @@ class Sequences:
     def name_running(self) -> None:
         """Enter the full blocks of running sequences into the prefix cache."""
         for choice in self._batch.running():
-            self._name(choice)
+            self.name(choice)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Sequences:
     def take_blocks(self, choice: DecodeChoice) -> None:
         """Take the blocks of a sequence, whatever its state. Its full blocks stay in the prefix cache."""
         sequence = choice.sequence
-        self._name(choice)
+        self.name(choice)
         if choice in self._batch:
             self._flow(choice, -_OUTPUT_CHARGE)
         self._batch.discard(choice)
@@ -200,8 +200,8 @@ class Sequences:
         choice.num_named = 0
         self._admission.left(choice)
 
-    def _name(self, choice: DecodeChoice) -> None:
-        """Enter the blocks that have become full into the prefix cache."""
+    def name(self, choice: DecodeChoice) -> None:
+        """Enter the sequence's blocks that have become full into the prefix cache."""
         if self._swap.holds(choice):
             return  # its blocks may not have been swapped in yet
         sequence, chain = choice.sequence, choice.chain

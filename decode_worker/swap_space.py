@@ -43,7 +43,6 @@ class SwapSpace:
     def swap_out(self, choice: DecodeChoice, blocks: Seq[int]) -> list[tuple[int, int]]:
         """Reserve slots for the contents of `blocks`; returns (block, slot) pairs."""
         choice.host_slots = [self._free.pop() for _ in blocks]
-        self.num_swapped += 1
         return list(zip(blocks, choice.host_slots, strict=True))
 
     def swap_in(self, choice: DecodeChoice) -> list[tuple[int, int]]:

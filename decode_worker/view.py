@@ -42,9 +42,7 @@ class DecodeTotals:
     """Tokens computed again after a preemption."""
     drafts: int = 0
     """Sequences that had drafted tokens, summed over the steps."""
-    accepted_at: dict[str, list[int]] = field(
-        default_factory=lambda: {each: [0] * MAX_DRAFT_TOKENS for each in PROPOSERS}
-    )
+    accepted_at: dict[str, list[int]] = field(default_factory=_by_place)
     """Drafted tokens that were right, by their proposer and their place in the draft."""
     drafted_by: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROPOSERS, 0))
     """Drafted tokens by their proposer."""

@@ -50,6 +50,13 @@ class _Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class _Died:
+    """What serves peers has died of a bug."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class _Ended:
     """A read that has ended: it will write nothing any more."""
 
@@ -70,8 +77,8 @@ class Mover:
     `on_read(read_id, error)` is called once for each read when it has ended, that is, when nothing will write to its
     blocks any more. `error` is None if every block has arrived. It is never called from within `carry_out`.
 
-    `on_fatal(error)` is called if the thread dies of a bug. Reads whose end could not be proved are then never
-    reported, and their blocks stay in quarantine: the process should end.
+    `on_fatal(error)` is called if the thread dies of a bug, or what serves peers does. Reads whose end could not be
+    proved are then never reported, and their blocks stay in quarantine: the process should end.
     """
 
     def __init__(
@@ -93,7 +100,7 @@ class Mover:
         self._on_read = on_read
         self._on_fatal = on_fatal
         # Bounded by its users: at most one open read for each block, and a few others for each peer.
-        self._commands: SimpleQueue[MoverAction | _Stop] = SimpleQueue()
+        self._commands: SimpleQueue[MoverAction | _Stop | _Died] = SimpleQueue()
         self._open: set[ReadId] = set()
         self._thread: threading.Thread | None = None
         self._transport: Transport | None = None
@@ -187,6 +194,7 @@ class Mover:
         fatal: Exception | None = None
         try:
             transport = self._make_transport()
+            transport.watch(lambda error: self._commands.put(_Died(error)))
             worker = _Worker(
                 transport,
                 self._commands,
@@ -213,7 +221,7 @@ class _Worker:
     def __init__(
         self,
         transport: Transport,
-        commands: SimpleQueue[MoverAction | _Stop],
+        commands: SimpleQueue[MoverAction | _Stop | _Died],
         report: Callable[[_Ended], None],
         region: Region,
     ) -> None:
@@ -268,8 +276,10 @@ class _Worker:
             return None
         return serving_poll_interval_s(time.monotonic() - self._read_by_s)
 
-    def _execute(self, action: MoverAction) -> None:
+    def _execute(self, action: MoverAction | _Died) -> None:
         match action:
+            case _Died(error):
+                raise error
             case AddSource(source, metadata):
                 self._refused_sources.pop(source, None)
                 try:

@@ -129,6 +129,9 @@ class NixlTransport:
         """See `Transport.num_registrations`."""
         return 1 + len(self._links)
 
+    def watch(self, on_died: Callable[[Exception], None]) -> None:
+        """See `Transport.watch`: polling serves."""
+
     def metadata(self) -> bytes:
         """The serving agent's metadata, and the address and shape of the region."""
         agent_metadata = self._serving.get_agent_metadata()
@@ -178,7 +181,7 @@ class NixlTransport:
             raise TransferError(f"unknown source {source}")
         require_pairs(theirs.num_blocks, source_blocks, self._region.num_blocks, sink_blocks)
         read = Read(source, len(sink_blocks))
-        if source in self._links or (not self._waiting and self._make_room()):
+        if not self._waiting and (source in self._links or self._make_room()):  # nobody overtakes those that wait
             self._post(read, source_blocks, sink_blocks)
         else:
             self._waiting.append(_Waiting(read, tuple(source_blocks), tuple(sink_blocks)))

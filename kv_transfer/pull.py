@@ -45,8 +45,13 @@ from common.contract.messages.worker import PromptTimes, Tokens
 from common.runtime.state_tables import follow
 from kv_transfer.pull_times import PullTimes
 
-_OF_THE_SOURCE = frozenset({Cause.DRAINING, Cause.TOO_LARGE})
-"""Causes that concern the source alone. A sink must not give them as its own."""
+_OF_THE_SOURCE = {
+    Cause.DRAINING: Cause.LEASE_LOST,
+    Cause.TOO_LARGE: Cause.LEASE_LOST,
+    Cause.INTERNAL: Cause.WORKER_LOST,
+}
+"""Causes that concern the source alone, and what a sink gives instead: as its own they would be held against it. A
+fault of the source is held against the source."""
 
 
 class PullState(StrEnum):
@@ -311,7 +316,7 @@ class Pull:
     def withdrawn(self, message: OfferWithdrawn) -> list[PullAction]:
         """The source has nothing (more) to offer. A cause that concerns the source alone is not passed on as the sink's
         own."""
-        cause = Cause.LEASE_LOST if message.cause in _OF_THE_SOURCE else message.cause
+        cause = _OF_THE_SOURCE.get(message.cause, message.cause)
         return self.abandon(cause, f"the source withdrew its offer: {message.message}")
 
     def abandon(self, cause: Cause | None, message: str) -> list[PullAction]:

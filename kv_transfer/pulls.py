@@ -68,7 +68,7 @@ class _Read:
     pull: Pull
     start: int
     """Index, in the sequence, of the first block that it reads."""
-    agent: int
+    agent: int | None
     """Number of the agent that reads (see `Pulls._agents`)."""
     since: float
     """When it began, or when its agent was last replaced."""
@@ -109,7 +109,8 @@ class Pulls:
         """Abandoned pulls with reads under way → when they were abandoned, or when their agent was last replaced."""
         self._reads: dict[ReadId, _Read] = {}
         self._agents: dict[Incarnation, int] = {}
-        """Source → how often the agent that reads from it was replaced."""
+        """Source → number of the agent that reads from it, as long as one may."""
+        self._agent_numbers = itertools.count(1)
         self._read_ids = itertools.count()
 
     @property
@@ -200,6 +201,7 @@ class Pulls:
         """Attach every pull from this address, for the first time or again."""
         found = self._sources[event.address] = _OpenSource(event.source, event.welcome)
         if event.welcome.transport == self._transport:
+            self._agents.setdefault(event.source, next(self._agent_numbers))
             self._emit(AddSource(event.source, event.welcome.transport_metadata))
         for pull in self._pulling_from(event.address):
             self._attach(pull, found)
@@ -229,7 +231,7 @@ class Pulls:
         for pull in self._pulling_from(event.address):
             self.abandon(pull, event.cause, f"the source at {event.address}: {event.why}")
         if event.source is not None:
-            self._agents[event.source] = self._agents.get(event.source, 0) + 1
+            self._agents.pop(event.source, None)
             self._emit(DropSource(event.source))
 
     def _on_read(self, event: ReadEnded) -> None:
@@ -237,7 +239,8 @@ class Pulls:
         pull = read.pull
         assert pull.times is not None
         pull.times.read_ended(self._clock())
-        if event.error is not None and read.agent == self._agents.get(pull.source.incarnation, 0):
+        present = self._agents.get(pull.source.incarnation)
+        if event.error is not None and present is not None and read.agent == present:
             # Its connection may be broken for good. The next pull gets a new one.
             self._replace_agent(pull.source)
         self._do(pull, pull.read_done(read.start, event.error))
@@ -256,10 +259,11 @@ class Pulls:
     def _replace_agent(self, source: Source) -> None:
         """Replace the agent of a source that is still there: this is the fence. Each of its pulls fails, and may be
         tried again."""
-        self._agents[source.incarnation] = self._agents.get(source.incarnation, 0) + 1
+        self._agents.pop(source.incarnation, None)
         self._emit(DropSource(source.incarnation))
         found = self._sources.get(source.address)
         if found is not None and found.source == source.incarnation:
+            self._agents[source.incarnation] = next(self._agent_numbers)
             self._emit(AddSource(source.incarnation, found.welcome.transport_metadata))
 
     def _do(self, pull: Pull, actions: Iterable[PullAction]) -> None:
@@ -284,7 +288,7 @@ class Pulls:
 
     def _read(self, pull: Pull, wanted: ReadBlocks, now: float) -> None:
         read_id, source = ReadId(next(self._read_ids)), pull.source.incarnation
-        self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source, 0), now)
+        self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source), now)
         assert pull.times is not None
         pull.times.read_begun(len(wanted.sink_blocks) * self._block_bytes, now)
         self._emit(StartRead(read_id, source, wanted.source_blocks, wanted.sink_blocks, wanted.checksums))

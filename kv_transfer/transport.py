@@ -10,7 +10,7 @@ destroys whatever could still write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NewType, Protocol, TypeVar
 
@@ -83,6 +83,10 @@ class Transport(Protocol):
     @property
     def num_evicted(self) -> int:
         """Number of registrations that had to make room for a read from another source. Any thread may read this."""
+
+    def watch(self, on_died: Callable[[Exception], None]) -> None:
+        """Call `on_died`, on whichever thread, when what serves peers has died of a bug. A transport that serves by
+        polling raises it from `poll` instead."""
 
     def metadata(self) -> bytes:
         """What a sink needs in order to read this worker's blocks; at most `MAX_METADATA_BYTES`."""

@@ -15,7 +15,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -141,6 +141,10 @@ class ZmqTransport:
     def num_refused(self) -> int:
         """Requests of peers that were refused: malformed, wrong token, no such block."""
         return self._server.num_refused
+
+    def watch(self, on_died: Callable[[Exception], None]) -> None:
+        """See `Transport.watch`."""
+        self._server.on_died = on_died
 
     def metadata(self) -> bytes:
         """The server's endpoint and token, and the shape of the region."""
@@ -342,6 +346,7 @@ class _Server:
     ) -> None:
         self.token = secrets.token_bytes(32)
         self.num_refused = 0
+        self.on_died: Callable[[Exception], None] | None = None
         self._region = region
         self._socket = context.socket(zmq.ROUTER)
         for option, value in (
@@ -373,8 +378,10 @@ class _Server:
                 self._answer(sink, frames)
         except zmq.ContextTerminated:
             pass
-        except Exception:
+        except Exception as error:
             _logger.exception("the ZMQ transport serves no more: its sinks lose their connections")
+            if self.on_died is not None:
+                self.on_died(error)
         finally:
             self._socket.close()
 

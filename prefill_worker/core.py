@@ -159,7 +159,7 @@ class PrefillCore:
                 for request in self.front.lost(peer):
                     self._end(request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
             case DrainWanted():
-                self._drain()
+                self._drain(leaving=True)
             case DrainEnded(why):
                 for request in list(self.requests.values()):
                     self._fail(request, Cause.DRAINING, why)
@@ -312,10 +312,10 @@ class PrefillCore:
             self.pulls.abandon(prefix.pull, None, message)
         self.lender.withdraw(request.key.request, cause, message)
 
-    def _drain(self) -> None:
+    def _drain(self, *, leaving: bool = False) -> None:
         """Take no new work. Requests that have not begun go back to their gateways; the others are computed and handed
         over."""
-        if not self.front.drain():
+        if not self.front.drain(leaving=leaving):
             return
         for request in list(self.requests.values()):
             if request.state in (PromptState.MASKED, PromptState.WAITING):

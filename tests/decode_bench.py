@@ -94,8 +94,10 @@ def first_tokens(subject: DecodeRequest, *reasons: FinishReason | None) -> list[
 class Bench:
     """Invariants are checked after every event."""
 
-    def __init__(self, num_blocks: int = 16, *, costs: Costs | None = None, **policy: Any) -> None:
-        self.pool = BlockPool(num_blocks)
+    def __init__(
+        self, num_blocks: int = 16, *, costs: Costs | None = None, prefix_cache: bool = True, **policy: Any
+    ) -> None:
+        self.pool = BlockPool(num_blocks, prefix_cache=prefix_cache)
         decided = {"max_num_seqs": 8, "max_sequence_tokens": 1_000_000, "memory_reserve": 0.0, **policy}
         self.policy = Policy(block_size=BLOCK_SIZE, **decided)
         self.scheduler = DecodeScheduler(self.pool, self.policy, costs or Costs())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.contract.ids import Incarnation
 from kv_transfer.routes import ReadRoute
@@ -36,6 +36,10 @@ class Faulty:
         """Always the same."""
         self._enter("metadata")
         return b"metadata"
+
+    def watch(self, on_died: Callable[[Exception], None]) -> None:
+        """Keep it for the test."""
+        self.died = on_died
 
     def add_source(self, source: Incarnation, metadata: bytes) -> None:
         """Accept."""

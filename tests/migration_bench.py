@@ -22,7 +22,7 @@ from common.contract.codec import decode, encode
 from common.contract.errors import Cause, TransferError
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
-from common.contract.messages.gateway import Abort, Ack, Decode, Resume, Source
+from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Resume, Source
 from common.contract.messages.session import Hello, Phase, Role
 from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, Timings, TokenLogprobs, Tokens
 from common.contract.sampling import SamplingParams
@@ -445,6 +445,10 @@ class Site:
         """It looks at the clock."""
         self.worker._inbox.put(Ticked())
         self.wake()
+
+    def drain(self) -> None:
+        """An operator lets it take no new work."""
+        self.worker.on_message(GATEWAY, Drain())
 
     def resume(self) -> None:
         """It takes work again."""

@@ -103,7 +103,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, *, prefix_cache: bool = True) -> None:
         assert num_blocks >= 1, num_blocks
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._ref_counts = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         # Block → name, and name → block.
@@ -234,7 +234,7 @@ class BlockPool:
 
         Inert for a block that has a name, for a hash that names another block, and without a prefix cache.
         """
-        if not self._prefix_cache:
+        if not self.prefix_cache:
             return
         assert all(map(self._ref_counts.__getitem__, blocks)), f"one of blocks {blocks} is named but nobody holds it"
         names, set_default = self._names, self._named.setdefault
@@ -310,7 +310,7 @@ class BlockPool:
         names = {block: name for block, name in enumerate(self._names) if name is not None}
         assert self._named == {name: block for block, name in names.items()}, "the two maps of names differ"
         assert len(self._named) == len(names), "two blocks have one name"
-        assert self._prefix_cache or not names, "a block has a name without a prefix cache"
+        assert self.prefix_cache or not names, "a block has a name without a prefix cache"
         assert all((name in self._named) == is_there for name, is_there in self._changes.items()), "a change is wrong"
         assert names.keys().isdisjoint(self._free), "a plain free block has a name"
         assert names.keys() >= set(self._unreferenced), "an unreferenced cached block has no name"

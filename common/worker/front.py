@@ -77,6 +77,8 @@ class Front(Generic[_Request]):
         self.finished: OrderedDict[RequestId, _Request] = OrderedDict()
         """Requests that have ended, until the gateway acknowledges it. Only decode workers keep any."""
         self.draining = False
+        self._leaving = False
+        """Whether the process ends when it is drained."""
 
     def handle(self, event: Event | Consequence) -> None:
         """An event or a consequence that means the same in both roles."""
@@ -98,7 +100,7 @@ class Front(Generic[_Request]):
             case Attach() | AttachPrefix() | Settle() | Detach():
                 self._exchange.lender.on_message(peer, message)
             case Resume():
-                self.draining = False
+                self.draining = self._leaving
             case _:
                 log.warning("%s is not for a worker of this role; ignored", type(message).__name__)
 
@@ -106,8 +108,10 @@ class Front(Generic[_Request]):
         """Whether this attempt is newer than every earlier one of its request; if so, it is remembered."""
         return self._fence.admits(key)
 
-    def drain(self) -> bool:
-        """Take no new work. Gateways learn it by the next heartbeat. Returns whether that is new."""
+    def drain(self, *, leaving: bool = False) -> bool:
+        """Take no new work. Gateways learn it by the next heartbeat. Returns whether that is new. If the process is
+        `leaving`, it never takes new work again."""
+        self._leaving = self._leaving or leaving
         if self.draining:
             return False
         log.info("draining: %d requests are open", len(self.requests))

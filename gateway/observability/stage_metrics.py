@@ -60,12 +60,13 @@ class StageMetrics:
         """Record a finished request's account of time; `spent` are the nanoseconds of each of its stages."""
         for stage, duration in spent.items():
             self._stages[stage].observe(duration / 1e9)
-        decode_s = waterfall.last_token_at - (waterfall.first_token_at or waterfall.last_token_at)
-        prefill_s = spent.get(Stage.PREFILL, 0) / 1e9
-        self._queue.observe(spent.get(Stage.QUEUE, 0) / 1e9)
-        self._prefill.observe(prefill_s)
-        self._decode.observe(decode_s)
-        self._inference.observe(prefill_s + decode_s)
+        if waterfall.first_token_at is not None:  # a request may want no token
+            decode_s = waterfall.last_token_at - waterfall.first_token_at
+            prefill_s = spent.get(Stage.PREFILL, 0) / 1e9
+            self._queue.observe(spent.get(Stage.QUEUE, 0) / 1e9)
+            self._prefill.observe(prefill_s)
+            self._decode.observe(decode_s)
+            self._inference.observe(prefill_s + decode_s)
         if pulls := waterfall.pulls:
             self._pull_bytes.observe(sum(each.pull_bytes for each in pulls))
             self._hidden_pull.observe(sum(each.hidden_read_s for each in pulls))

@@ -272,7 +272,10 @@ class _Reader:
 
     def pulls(self, pulls: Pulls) -> Any:
         """Reads in their order, and whether each one's agent is still there, instead of their numbers."""
-        current = [each.agent == pulls._agents.get(each.pull.source.incarnation, 0) for each in pulls._reads.values()]
+        current = [
+            each.agent is not None and each.agent == pulls._agents.get(each.pull.source.incarnation)
+            for each in pulls._reads.values()
+        ]
         reads = [(self.read(each.pull), each.start) for each in pulls._reads.values()]
         sources = self.items([(address, found.source) for address, found in pulls._sources.items()])
         under_way = self.items([(pull, fits is None) for pull, fits in pulls._pulls.values()])

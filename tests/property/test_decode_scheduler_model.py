@@ -324,8 +324,6 @@ class Traffic:
     def begin_step(self) -> None:
         self.now += 1.0
         number = self.pool.step_started()
-        batch = self.scheduler.batch
-        held = batch.num_running + batch.num_ready
         before = self.in_flight[0].step if self.in_flight else None
         may_draft = self.pick([True, True, False])
         step = self.scheduler.schedule(self.now, before, may_draft=may_draft)
@@ -341,10 +339,6 @@ class Traffic:
         if step.decodes:
             prompt_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
             assert prompt_tokens <= (self.policy.prefill_tokens or self.policy.token_budget)
-        if step.chunks and not step.decodes and self.policy.prefill_priority:
-            pass
-        elif not step.swap_outs and held <= self.pool.num_blocks // 4:
-            assert self.scheduler.batch.num_running <= self.policy.max_num_seqs
         computed = [*step.decodes, *(chunk.prompt.choice for chunk in step.chunks)]
         assert not set(computed) & set(self.awaited), "nobody knows what it may go on with"
         if step.empty:

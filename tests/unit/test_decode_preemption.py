@@ -269,6 +269,35 @@ def test_what_others_hold_too_is_not_computed_again(swap_s_per_block: float, how
     assert (bench.scheduler.swap.num_swapped == 1) == (how == "swap")
 
 
+def test_without_a_prefix_cache_what_others_hold_too_is_computed_again() -> None:
+    """The other choice goes on with the blocks, and nobody finds them."""
+    costs = Costs(prefill_s_per_token=1.0, swap_s_per_block=1.0)  # with the cache, 4 tokens or so were cheaper
+    bench = Bench(5, memory_reserve=EAGER, num_host_blocks=8, costs=costs, prefix_cache=False)
+    bench.enter(request("choices", 8, num_choices=2))
+    bench.preempt()
+    assert bench.scheduler.swap.num_swapped == 1
+
+
+def test_blocks_of_a_swapped_sequence_are_cached_as_long_as_they_are_here() -> None:
+    """Also those that it has filled itself."""
+    bench = Bench(8, memory_reserve=EAGER, num_host_blocks=8)
+    bench.enter(request("a", 8))
+    [b] = bench.enter(request("b", 5))
+    table: list[int] = []
+    while not bench.num_preemptions:
+        table = list(b.sequence.block_table)
+        step = bench.begin_step()
+        if bench.num_preemptions:
+            break
+        bench.end_step(step)
+        bench.reserve()
+    assert step.swap_outs
+    num_full = b.sequence.num_computed // 4
+    assert num_full > 1, "its prompt fills one"
+    assert bench.pool.match(b.chain.hashes[:num_full]) == table[:num_full]
+    bench.end_step(step)
+
+
 def test_what_is_swapped_out_comes_back_in_the_same_order() -> None:
     bench, [a, b] = crowded(STANDARD, STANDARD)
     table = list(b.sequence.block_table)
@@ -360,6 +389,7 @@ def test_what_is_preempted_before_it_is_swapped_in_stays_where_it_is() -> None:
     step = bench.begin_step()
     assert (step.swap_outs, step.swap_ins) == ([], [])
     assert b.host_slots == slots
+    assert bench.scheduler.swap.num_swapped == 2, "it has given way twice"
     bench.end_step(step)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import aiohttp
 import pytest
@@ -180,6 +181,8 @@ async def test_sizes_of_requests_that_finished() -> None:
     }.items():
         assert values[f"vllm:request_{name}_count", ()] == len(expected)
         assert values[f"vllm:request_{name}_sum", ()] == sum(expected)
+    no_numbers = [name for name, value in values.items() if math.isnan(value)]
+    assert no_numbers == [], "a prompt that wants no token has no time between tokens"
 
 
 async def test_the_models_sampling_defaults_give_way_to_the_request() -> None:

@@ -32,14 +32,14 @@ PROMPT = range(10)
 def running(
     world: World, num_steps: int = 5, max_tokens: int = 30, num_choices: int = 1, *, drain: bool = True, **asked: bool
 ) -> Leg:
-    """A request that the first worker, which is leaving, has generated some tokens of; the next step is in flight."""
+    """A request that the first worker, which is drained, has generated some tokens of; the next step is in flight."""
     site = first(world)
     leg = world.gateway.ask(site, PROMPT, max_tokens, num_choices, **asked)
     world.deliver()
     site.step(num_steps)
     world.deliver()
     if drain:
-        site.worker.drain()
+        site.drain()
     return leg
 
 
@@ -251,7 +251,7 @@ def test_a_sequence_may_move_on_and_come_back() -> None:
         assert leg.moving.moved == {0}
         sites[number].step(2)
         world.deliver()
-        sites[number].worker.drain()
+        sites[number].drain()
     finish(world)
     assert leg.key == RequestKey(RequestId("r1"), 5)
     assert no_token_was_computed_twice(world)
@@ -776,6 +776,26 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
     assert kinds(newer) == [Finished]
 
 
+def test_a_choice_that_moves_elsewhere_before_it_is_cut_leaves_nothing_of_the_first_move() -> None:
+    """Each move of one choice among several has a request of its own."""
+    world = World(("d0", "d1", "d2"))
+    d0, d1, d2 = world.sites.values()
+    old = running(world, num_choices=2)
+    gone = world.gateway.move(old, d1)
+    world.deliver()
+    assert d0.left()["wanted"] == [gone.key]
+    newer = world.gateway.move(old, d2)
+    world.deliver()
+    assert failed(gone) is Cause.SUPERSEDED
+    assert d0.left()["wanted"] == [newer.key]
+    assert "expected" not in d0.left() or d0.left()["expected"] == [newer.key.request]
+    end_step(world, d0)
+    assert old.moved == {0}
+    finish(world)
+    assert "expected" not in d0.left()
+    assert kinds(newer) == [Finished]
+
+
 def test_a_sink_that_bears_the_name_of_another_move_is_refused() -> None:
     """There is one lease under each request: a second one would end the worker."""
     world = World()
@@ -935,6 +955,22 @@ def test_a_worker_is_drained_when_it_holds_nothing() -> None:
     assert d0.worker.ready()[1]["safe_to_delete"]
     d0.worker.on_message(d1.name, Resume())
     assert phase_of(d0) is Phase.SERVING
+    finish(world)
+    assert failed(refused) is Cause.DRAINING
+
+
+@pytest.mark.parametrize("drained_before", [False, True])
+def test_a_worker_that_is_leaving_does_not_take_work_again(drained_before: bool) -> None:
+    """Its process ends when it is drained, or when its time is over: what it took then would fail."""
+    world = World()
+    d0 = first(world)
+    if drained_before:
+        d0.worker.on_message(GATEWAY, Drain())
+    d0.worker.drain()
+    d0.wake()
+    d0.resume()
+    assert phase_of(d0) is Phase.DRAINED
+    refused = world.gateway.ask(d0, range(50, 55), 3)
     finish(world)
     assert failed(refused) is Cause.DRAINING
 

@@ -11,9 +11,12 @@ from migration_bench import Pause, World
 
 from common.contract.messages.gateway import Suspicion
 from common.contract.messages.worker import Cancelled
+from common.contract.tiers import Tier
 from decode_worker.columns import DecodeColumns
 from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.step import Step
+
+INTERACTIVE, STANDARD, BATCH = Tier
 
 
 class Ahead(Bench):
@@ -120,6 +123,47 @@ def test_who_ends_with_the_step_before_does_not_give_way() -> None:
         ChoiceStage.RUNNING,
         ChoiceStage.PREEMPTED,
     ]
+    bench.end(first, ending)
+    assert ending.sequence.num_output == 2
+
+
+def test_who_ends_with_the_step_before_keeps_its_place_in_the_batch() -> None:
+    """A senior sequence has the place one step later anyway; sent back to wait, the other one would lose its last
+    token."""
+    bench = Ahead(max_num_seqs=1, memory_reserve=EAGER)
+    [ending] = bench.enter(request("ending", 5, max_tokens=2, tier=BATCH))
+    first = bench.begin(None)
+    [senior] = bench.enter(request("senior", 5, tier=INTERACTIVE))
+    second = bench.begin(first[1])
+    assert (ending.stage, senior.stage, second[1].decodes) == (ChoiceStage.RUNNING, ChoiceStage.READY, [])
+    bench.end(first, ending)
+    bench.end(second)
+    assert ending.sequence.num_output == 2
+    assert bench.begin(None)[1].decodes == [senior]
+
+
+def test_the_newest_that_goes_on_makes_place_while_another_one_ends() -> None:
+    bench = Ahead(max_num_seqs=2, memory_reserve=EAGER)
+    [going_on] = bench.enter(request("going on", 5, tier=BATCH))
+    [ending] = bench.enter(request("ending", 5, max_tokens=2, tier=BATCH))
+    first = bench.begin(None)
+    [senior] = bench.enter(request("senior", 5, tier=INTERACTIVE))
+    assert bench.begin(first[1])[1].decodes == [senior]
+    assert (going_on.stage, ending.stage) == (ChoiceStage.READY, ChoiceStage.RUNNING)
+
+
+@pytest.mark.parametrize(("num_tokens", "gives_way"), [(8, False), (12, True)])
+def test_blocks_that_come_back_are_not_taken_from_lower_tiers(num_tokens: int, gives_way: bool) -> None:
+    """A request of a higher tier lacks two blocks, which one that ends gives back, or three."""
+    bench = Ahead(num_blocks=8, memory_reserve=EAGER)
+    [going_on] = bench.enter(request("going on", 5, tier=BATCH))
+    [ending] = bench.enter(request("ending", 5, max_tokens=2, tier=BATCH))
+    first = bench.begin(None)
+    bench.pool.allocate(bench.pool.num_free)  # others have the rest
+    assert bench.reserve(request("senior", num_tokens, tier=INTERACTIVE)) == []
+    bench.begin(first[1])
+    assert ending.stage is ChoiceStage.RUNNING
+    assert going_on.stage is (ChoiceStage.PREEMPTED if gives_way else ChoiceStage.RUNNING)
     bench.end(first, ending)
     assert ending.sequence.num_output == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -424,6 +425,36 @@ async def test_an_offer_that_is_withdrawn_ends_the_pull(net: Net) -> None:
     pull = await net.attached()
     await net.source.send(withdrawal(pull))
     assert await net.worker.next() == ("gave up", pull, Cause.CANCELLED)
+
+
+async def test_nothing_is_kept_of_sources_that_are_gone(net: Net) -> None:
+    pull = await net.attached()
+    (found,) = net.pulls._sources.values()
+    for _ in range(20):
+        source = new_incarnation()
+        net.pulls.handle(SourceOpened("elsewhere:1", source, found.welcome))
+        assert len(net.pulls._agents) == 2
+        net.pulls.handle(SourceLost("elsewhere:1", source, Cause.WORKER_LOST, "gone"))
+    assert list(net.pulls._agents) == [pull.source.incarnation]
+    net.pulls.abandon(pull, None, "enough")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        (Cause.INTERNAL, Cause.WORKER_LOST),
+        (Cause.DRAINING, Cause.LEASE_LOST),
+        (Cause.TOO_LARGE, Cause.LEASE_LOST),
+        (Cause.DEADLINE, Cause.DEADLINE),
+    ],
+)
+async def test_what_concerns_the_source_alone_is_not_told_as_the_sinks_own(
+    net: Net, theirs: Cause, told: Cause
+) -> None:
+    """Whoever is told of an internal error of the source must hold it against the source."""
+    pull = await net.attached()
+    await net.source.send(replace(withdrawal(pull), cause=theirs))
+    assert await net.worker.next() == ("gave up", pull, told)
 
 
 async def test_an_invalid_verdict_ends_the_pull(net: Net) -> None:

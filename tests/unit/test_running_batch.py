@@ -116,7 +116,7 @@ def test_who_gets_its_last_token_from_the_step_before_is_known(max_tokens: int) 
     ahead: list[DecodeChoice] = []
     for num_steps in range(max_tokens + 1):
         batch.next_step(0.0, ahead)
-        assert batch.ending() == ({subject} if num_steps == max_tokens else set())
+        assert batch.ending == ({subject} if num_steps == max_tokens else set())
         batch.fed(batch.due())
         subject.sequence.token_ids += [0] * len(ahead)  # the step before has ended
         ahead = [subject]
@@ -128,9 +128,9 @@ def test_who_has_sat_out_steps_gets_its_last_token_later() -> None:
     batch.add(subject, 0.0)
     for _ in range(3):
         batch.next_step(0.0)
-        assert batch.ending() == set(), "it is in no step"
+        assert batch.ending == set(), "it is in no step"
     batch.next_step(0.0, [subject])
-    assert batch.ending() == {subject}
+    assert batch.ending == {subject}
 
 
 def test_who_has_left_is_not_due() -> None:

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from ipaddress import IPv4Network
+from queue import SimpleQueue
 
 import msgpack
 import pytest
@@ -210,6 +211,34 @@ def test_registrations_are_bounded(pair: Callable[..., Pair]) -> None:
         assert read.state is ReadState.DONE
         assert cache.region.crc32([7]) == each.source_cache.region.crc32([turn])
         assert (sink.num_registrations, sink.num_evicted) == (3, num_evicted)
+    sink.close()
+
+
+def test_a_read_that_waits_for_an_agent_is_not_overtaken(pair: Callable[..., Pair]) -> None:
+    """An agent that always reads would never make room."""
+    busy, other = pair("nixl"), pair("nixl")
+    cache = Cache(8, 4096)
+    sink = NixlTransport(cache.region, new_incarnation(), max_registrations=2)
+    for each in (busy, other):
+        sink.add_source(each.incarnation, each.source.metadata())
+    first = sink.start_read(busy.incarnation, [0], [0])
+    waiting = sink.start_read(other.incarnation, [1], [1])
+    later = sink.start_read(busy.incarnation, [2], [2])
+    give_up_s = time.monotonic() + END_BOUND_S
+    while first.state is ReadState.PENDING:
+        assert time.monotonic() < give_up_s
+        busy.source.poll()
+        sink.poll()
+    for _ in range(20):
+        busy.source.poll()
+        sink.poll()
+    assert (waiting.state, later.state) == (ReadState.PENDING,) * 2, "the fault: the other source is not polled"
+    while later.state is ReadState.PENDING:
+        assert time.monotonic() < give_up_s
+        for each in (busy, other):
+            each.source.poll()
+        sink.poll()
+    assert (waiting.state, later.state) == (ReadState.DONE,) * 2
     sink.close()
 
 
@@ -824,6 +853,34 @@ async def test_a_bug_ends_the_mover_and_every_read_is_reported(watched: Watched,
     watched.read(3)
     await watched.until(lambda: 3 in watched.ends)
     await watched.mover.close()
+
+
+async def test_a_bug_in_what_serves_peers_ends_an_idle_mover() -> None:
+    watched = Watched(Faulty(serves_by_polling=False))
+    await watched.mover.start()
+    bug = ZeroDivisionError("a bug")
+    watched.transport.died(bug)
+    await watched.until(lambda: bool(watched.fatal))
+    assert watched.fatal == [bug]
+    await watched.mover.close()
+
+
+def test_a_zmq_server_tells_of_what_it_dies_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose blocks nobody can read must not go on."""
+    bug = ZeroDivisionError("a bug")
+
+    def answer(self: object, sink: bytes, frames: list[bytes]) -> None:
+        raise bug
+
+    monkeypatch.setattr(zmq_transport._Server, "_answer", answer)
+    died: SimpleQueue[Exception] = SimpleQueue()
+    transport = ZmqTransport(Cache(1, PIECE_BYTES).region, new_incarnation(), "127.0.0.1")
+    transport.watch(died.put)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sink:
+        sink.connect(transport._server.endpoint)
+        sink.send(b"read")
+        assert died.get(timeout=END_BOUND_S) is bug
+    transport.close()
 
 
 async def test_reads_whose_end_cannot_be_proved_are_never_reported(watched: Watched) -> None:
