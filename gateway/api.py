@@ -206,7 +206,11 @@ class _Api:
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         readiness = self._generator.ready()
-        body = answers.ReadyAnswer(ready=readiness.ready, reason=readiness.reason, details=readiness.details())
+        body = answers.ReadyAnswer(
+            ready=readiness.ready,
+            reason=readiness.reason,
+            details=readiness.details() if self._guard.knows(request) else {},
+        )
         return web.json_response(body, status=200 if readiness.ready else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:

@@ -15,7 +15,7 @@ from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages.fields import MAX_PREFIX_BLOCKS
 from common.scheduling.costs import Costs
 from kv_transfer.pull import Pull
-from prefill_worker.request import PrefillRequest
+from prefill_worker.request import PrefillRequest, PromptState
 
 _LATENCY_S = 0.005
 """Fixed seconds of a pull, whatever its size: attach, offer, start of the read, settle."""
@@ -124,9 +124,10 @@ class PrefixPulls:
         return prefix
 
     def gave_up(self, pull: Pull, now: float) -> PrefixPull:
-        """The pull has ended without valid blocks."""
-        self.ended["gave_up"] += 1
-        return self._end(pull, now)
+        """The pull has ended without valid blocks. It counts if the prompt is still wanted, and so computed."""
+        prefix = self._end(pull, now)
+        self.ended["gave_up"] += prefix.request.state is not PromptState.ENDED
+        return prefix
 
     def _end(self, pull: Pull, now: float) -> PrefixPull:
         prefix = self._pulls.pop(pull.key)

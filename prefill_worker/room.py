@@ -165,6 +165,10 @@ class Backlog:
         higher = sum(sum(lengths) for lengths in self._num_tokens[: tier.rank])
         return higher + sum(self._num_tokens[tier.rank][: length.bit_length() + 1])
 
+    def of(self, tier: Tier) -> int:
+        """Tokens of the prompts of a tier."""
+        return sum(self._num_tokens[tier.rank])
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all prompts."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from common.contract.block_hashes import block_hashes
 from common.contract.ids import RequestId
-from common.contract.tiers import Tier
+from common.contract.tiers import Tier, by_tier
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue, Urgency
 from common.scheduling.costs import Costs
@@ -91,8 +91,15 @@ class PrefillScheduler:
     @property
     def num_uncomputed(self) -> int:
         """Tokens still to be computed, of all requests."""
-        held = sum(request.num_uncomputed for request in self.on_hold)
-        return self._backlog_waiting.num_tokens + self.running.num_uncomputed + held
+        return sum(self.queued_tokens)
+
+    @property
+    def queued_tokens(self) -> tuple[int, int, int]:
+        """Tokens still to be computed, of the requests of each tier, the most urgent tier first."""
+        backlogs = self._backlog_waiting, self._backlog_running
+        queued = ((tier, backlog.of(tier)) for backlog in backlogs for tier in Tier)
+        held = ((request.tier, request.num_uncomputed) for request in self.on_hold)
+        return by_tier((*queued, *held))
 
     def full(self, num_coming: int = 0) -> bool:
         """Whether a new request must be refused because too many wait. `num_coming` requests are about to be added."""
@@ -359,7 +366,7 @@ class PrefillScheduler:
         places = [*self.waiting, *self.running, *self.on_hold]
         assert len(places) == len(self._requests), "a request is in two places, or in none"
         assert set(places) == set(self._requests.values())
-        assert self.num_uncomputed == sum(request.num_uncomputed for request in places)
+        assert self.queued_tokens == by_tier((request.tier, request.num_uncomputed) for request in places)
         assert self._backlog_waiting.num_tokens == sum(request.num_uncomputed for request in self.waiting)
         assert self._backlog_running.num_tokens == self.running.num_uncomputed
         self._backlog_waiting.check_invariants()

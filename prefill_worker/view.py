@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from prometheus_client.metrics_core import Metric
 
 from common.contract.messages.session import Heartbeat
-from common.contract.tiers import by_tier
 from common.runtime.probes import counter, gauge
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
         blocks_used=core.pool.num_used,
         blocks_total=core.pool.num_blocks,
         phase=core.front.phase,
-        queued_tokens=by_tier((r.tier, r.num_uncomputed) for r in scheduler.requests()),
+        queued_tokens=scheduler.queued_tokens,
         token_s=core.engine.costs.prompt_s_per_token,
         pulled_token_s=core.prefix_pulls.token_s,
         prompt_tokens=core.totals.prompt,

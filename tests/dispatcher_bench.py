@@ -19,6 +19,7 @@ from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
 from common.contract.messages.worker import CacheEvents, Failed, StepTokens, Tokens, Trial
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
+from common.runtime.channel import Traffic
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed, PromptDelta
@@ -69,6 +70,7 @@ class Link:
         self.sent: list[Message] = []
         self.broken = False
         self.unsent_work: frozenset[RequestKey] = frozenset()
+        self.traffic = Traffic()
 
     @property
     def num_sent(self) -> int:

@@ -137,7 +137,9 @@ def choose(
     if registry.colocated:
         return local(ask, free, cached, LocalPrefill.COLOCATED)
     if not prefill:
-        route = local(ask, free, cached, LocalPrefill.NO_PREFILL_WORKER)
+        refused = bool(usable(registry, Role.PREFILL))
+        reason = LocalPrefill.REFUSED if refused else LocalPrefill.NO_PREFILL_WORKER
+        route = local(ask, free, cached, reason)
         return route._replace(reason=LocalPrefill.SHORT) if route.decode in near else route
     best = handoff(ask, prefill, decode, cached)
     if near:

@@ -275,10 +275,11 @@ class Engine:
         return self._thread.run(work)
 
     def close(self) -> None:
-        """End the threads once the steps in flight are over."""
-        self._thread.close()
-        self._waiter.close()
-        self.runner.close()
+        """End the threads once the steps in flight are over. If one does not end, what it uses stays as it is."""
+        if self._thread.close() and self._waiter.close():
+            self.runner.close()
+        else:
+            log.error("a step does not end; the process ends without it")
 
 
 def _group_plan(settings: WorkerSettings, device: DeviceType, num_threads: int) -> GroupPlan | None:

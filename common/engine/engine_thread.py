@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 _Result = TypeVar("_Result")
 _Work = tuple["asyncio.Future[Any]", Callable[[], Any]]
 
+END_S = 10.0
+"""Seconds that work which has begun gets to end when a thread is closed."""
+
 
 class EngineThread:
     """Does one piece of work after the other, in the order of submission."""
@@ -36,12 +39,14 @@ class EngineThread:
             self._thread.start()
         return future
 
-    def close(self) -> None:
-        """Wait until all work is done, and end the thread."""
+    def close(self, within_s: float = END_S) -> bool:
+        """Wait until all work is done, and end the thread; returns whether it has ended within `within_s` seconds. A
+        device may never come back: the process can end nevertheless."""
         self._closed = True
         if self._thread.ident is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -5,13 +5,14 @@
 | CUDA | any | `[out, in]`, as in the checkpoint; few rows may have a kernel: `common.engine.kernels.skinny` |
 | CUDA, `batch_invariant` | any | the same; all products are those of `common.engine.kernels.matmul` |
 | CPU with kernels in C, and instructions for bfloat16 | bfloat16 | panels of pairs: `common.engine.native` |
-| CPU with instructions for the type | bfloat16, float16 | packed for oneDNN, once rather than in every call |
+| CPU with instructions for the type | float16, bfloat16 without kernels in C | packed for oneDNN, once |
 | CPU otherwise, with kernels in C | any | panels of 16 outputs, in the type |
 | CPU without either | float32, or widened to it | `[in, out]`: three times the speed of `[out, in]` for one token |
 
 The kernels in C take and return float32, and round nothing but the inputs that are multiplied with pairs; gates round
-these as soon as they are computed. A row's product does not depend on the rows beside it, as one of oneDNN's may. With
-`batch_invariant` they take the place of oneDNN. In the last row, a product of low-precision inputs is summed in float32
+these as soon as they are computed. A row's product does not depend on the rows beside it, as one of oneDNN's may: so
+oneDNN has none in bfloat16 where there are kernels, although its instructions would do (AVX-512 without bf16), and with
+`batch_invariant` none at all. In the last row, a product of low-precision inputs is summed in float32
 and rounded once, as hardware would do it.
 """
 
@@ -71,7 +72,7 @@ class Linear:
         on_cpu = self._on_cpu = device.type == "cpu" and not in_triton
         native = multiplies_natively(dtype) and not batch_invariant
         self._in_pairs = kernels is not None and dtype == torch.bfloat16 and kernels.multiplies_pairs
-        in_c = dtype == torch.float32 or self._in_pairs or not native
+        in_c = dtype != torch.float16 or not native
         self._kernels = kernels if on_cpu and in_c else None
         stored = torch.float32 if on_cpu and not native and self._kernels is None else dtype
         if on_cpu and stored == torch.float32 and self._kernels is None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout
 from common.engine.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, yarn_attention_factor
-from common.runtime.checkpoint import read_config
+from common.runtime.checkpoint import UNSTATED, read_config
 
 _log = logging.getLogger(__name__)
 
@@ -28,22 +28,14 @@ MODEL_TYPES = {
 }
 """Supported architectures and the `model_type` that each must have."""
 
-_UNSTATED: dict[str, dict[str, Any]] = {
-    "llama": {"eos_token_id": 2},
-    "mistral": {"eos_token_id": 2, "num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-}
-"""Values of a family for keys that its file does not state, where they differ from the defaults of `_Stated`."""
-
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
 _Layers = Annotated[int, Field(ge=1, le=2**16)]
 _Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Stated(BaseModel):
-    """The keys of `config.json` that matter to the engine. Defaults are those of `transformers`. Keys of the model's
-    shape have no default, because every file states them."""
+    """The keys of `config.json` that matter to the engine. Defaults are those of `transformers`, but for those of a
+    family (`UNSTATED`). Keys of the model's shape have no default, because every file states them."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -67,6 +59,7 @@ class _Stated(BaseModel):
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_theta: _Finite | None = 10000.0
+    original_max_position_embeddings: _Positive | None = None
     partial_rotary_factor: float | None = None
     eos_token_id: int | list[int] | None = None
     dtype: str | None = None
@@ -117,7 +110,7 @@ class ModelConfig:
             raise ModelNotSupportedError(
                 f"{folder}: model_type {raw.get('model_type')!r} is not that of {architecture}"
             )
-        stated = _stated(_UNSTATED[family] | raw, architecture, folder)
+        stated = _stated(UNSTATED[family] | raw, architecture, folder)
         if stated.hidden_act != "silu":
             raise ModelNotSupportedError(f"{folder}: hidden_act {stated.hidden_act!r} is not supported, only 'silu'")
         if stated.per_layer_config is not None:
@@ -225,6 +218,8 @@ def _rope(stated: _Stated, folder: Path) -> RopeConfig:
     parameters.setdefault("rope_theta", stated.rope_theta)
     parameters.setdefault("rope_type", parameters.get("type", "default"))
     parameters.setdefault("original_max_position_embeddings", stated.max_position_embeddings)
+    if stated.original_max_position_embeddings is not None:  # beside the parameters, it comes before theirs
+        parameters["original_max_position_embeddings"] = stated.original_max_position_embeddings
     if parameters.get("partial_rotary_factor", stated.partial_rotary_factor) not in (None, 1.0):
         raise ModelNotSupportedError(f"{folder}: a partial_rotary_factor is not supported")
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -270,8 +265,11 @@ def _scaling(parameters: dict[str, Any], folder: Path) -> Scaling | None:
 
 
 def _eos_token_ids(config: _Stated, folder: Path) -> frozenset[int]:
-    """End-of-sequence tokens, chosen as `generate` does: those of `generation_config.json` if it states any, otherwise
-    those of `config.json`."""
+    """End-of-sequence tokens: those of `generation_config.json` if it states any, otherwise those of `config.json`.
+
+    `generate` of transformers takes none of the latter if there is a `generation_config.json` that states none: its
+    answers then go on to the end of their length.
+    """
     name = "generation_config.json"
     stated = read_config(folder, name).get("eos_token_id") if (folder / name).exists() else None
     match config.eos_token_id if stated is None else stated:

@@ -139,7 +139,9 @@ class Ranks:
         Triton; for `batch_invariant` see `Linear`. Raises `OperatorError`."""
         kernels = compiled()
         if kernels is None:
-            raise OperatorError("--tensor-parallel needs a C compiler (cc)")
+            raise OperatorError(
+                "--tensor-parallel needs the kernels in C, which a C compiler (cc: GCC 12 or later) makes"
+            )
         if plan.device == "cuda" and not plan.gpus and torch.cuda.device_count() < plan.width:
             raise OperatorError(
                 f"--tensor-parallel {plan.width} needs as many GPUs of this machine, and there are "

@@ -128,6 +128,7 @@ class ModelRunner:
         token, and both together. Each kind runs without a sample, as in the middle of a prompt, and with each way of
         sampling."""
         num_tokens = min(2, self.cache.num_blocks) * self.layout.block_size
+        num_tokens = min(num_tokens, self.config.max_sequence_tokens)
         tokens, table = (0,) * num_tokens, list(range(self.layout.blocks_for(num_tokens)))
         ways: list[SamplingParams | None] = [
             None,

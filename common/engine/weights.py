@@ -253,15 +253,14 @@ def _times(part: range, num: int) -> range:
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    """Tensor name → its file, ordered by file. Raises `OperatorError` if the files or the index are missing or
-    wrong."""
-    index = folder / "model.safetensors.index.json"
+    """Tensor name → its file, ordered by file. A single file comes before an index, as it does for transformers, which
+    leaves the index of earlier files behind. Raises `OperatorError` if the files or the index are missing or wrong."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.exists():
+        with _opened(single) as tensors:
+            return dict.fromkeys(tensors.keys(), single)
     if not index.exists():
-        file = folder / "model.safetensors"
-        if not file.exists():
-            raise OperatorError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-        with _opened(file) as tensors:
-            return dict.fromkeys(tensors.keys(), file)
+        raise OperatorError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: folder / file for name, file in sorted(weight_map.items(), key=lambda item: item[1])}

@@ -21,6 +21,14 @@ DEMO_MODEL = "demo"
 """The name of the bundled model."""
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 
+UNSTATED: dict[str, dict[str, Any]] = {
+    "llama": {"eos_token_id": 2},
+    "mistral": {"eos_token_id": 2, "num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+"""`model_type` → values of keys that its `config.json` does not state, where those of this family are its own."""
+
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
 _TEMPLATE_FILES = ["additional_chat_templates/*.jinja"]
@@ -28,6 +36,7 @@ _TEMPLATE_FILES = ["additional_chat_templates/*.jinja"]
 
 _PIECE_BYTES = 4 * 1024 * 1024
 _VOLATILE_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path"})
+_GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_PARTS = (
     "added_tokens.json",
@@ -101,13 +110,16 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def config_hash(folder: Path) -> str:
-    """SHA-256 of the files that a gateway reads: the canonical configuration and the tokenizer's files.
+    """SHA-256 of the files that a gateway reads: the canonical configuration, the tokens that end a sequence by
+    `generation_config.json`, and the tokenizer's files.
 
     Leaves out keys that can change without changing the model, and the chat template, whose result reaches workers as
     tokens. Raises `OperatorError`.
     """
     config = {key: value for key, value in read_config(folder).items() if key not in _VOLATILE_CONFIG_KEYS}
     digest = hashlib.sha256(_canonical(config))
+    if (folder / _GENERATION_CONFIG).exists():
+        digest.update(_canonical({"eos_token_id": read_config(folder, _GENERATION_CONFIG).get("eos_token_id")}))
     for name in _TOKENIZER_PARTS:
         try:
             content = (folder / name).read_bytes()
@@ -207,7 +219,7 @@ def unchanged(folder: Path) -> Iterator[None]:
 def _identities(folder: Path) -> dict[Path, tuple[int, int, int, int]]:
     """Device, inode, size and modification time (ns) of each hashed file that exists."""
     found = {}
-    configs = [folder / name for name in ("config.json", *_TOKENIZER_PARTS)]
+    configs = [folder / name for name in ("config.json", _GENERATION_CONFIG, *_TOKENIZER_PARTS)]
     for path in (*configs, *_weight_files(folder)):
         try:
             stat = path.stat()

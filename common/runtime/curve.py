@@ -33,12 +33,14 @@ class CurveKeys:
         try:
             stored = json.loads(Path(path).read_text())
             keys = cls(stored["public"].encode("ascii"), stored["secret"].encode("ascii"))
-            if zmq.curve_public(keys.secret) != keys.public:
-                raise ValueError("the two keys do not belong together")
+            belong_together = zmq.curve_public(keys.secret) == keys.public
         except OSError as error:
             raise OperatorError(f"cannot read the CURVE keys: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, zmq.ZMQError) as error:
-            raise OperatorError(f"{path} holds no pair of CURVE keys, as `baton keys` makes one: {error!r}") from error
+            what = type(error).__name__  # its text may hold the secret key
+            raise OperatorError(f"{path} holds no pair of CURVE keys, as `baton keys` makes one: {what}") from None
+        if not belong_together:
+            raise OperatorError(f"{path} holds two CURVE keys that do not belong together")
         return keys
 
     def server(self, socket: zmq.Socket[Any]) -> None:

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout, width_objection
-from common.runtime.checkpoint import read_config, resolve_model
+from common.runtime.checkpoint import UNSTATED, read_config, resolve_model
 from common.runtime.config import DEFAULTS_BY_DEVICE, DeviceType
 from common.runtime.lifecycle import exit_on_operator_error
 from common.runtime.options import load_options, with_prefix
@@ -119,7 +119,8 @@ def read_shape(folder: Path) -> KVShape:
     """The shape that `config.json` states. Raises `OperatorError` for what is missing or makes no sense."""
     path = folder / "config.json"
     try:
-        config = _Config.model_validate(read_config(folder))
+        stated = read_config(folder)
+        config = _Config.model_validate(UNSTATED.get(str(stated.get("model_type")), {}) | stated)
     except ValidationError as error:
         problems = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
         raise OperatorError(f"{path}: {problems}") from error
@@ -135,7 +136,7 @@ def read_shape(folder: Path) -> KVShape:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=head_dim,
-        dtype=config.dtype,
+        dtype=None if config.dtype is None else config.dtype.removeprefix("torch."),
     )
 
 

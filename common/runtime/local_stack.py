@@ -23,7 +23,7 @@ from common.runtime.checkpoint import DEMO_FOLDER, resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import ENV_PREFIX, ServeSettings, load
 from common.runtime.gpus import VISIBLE, gpus_here, placed
-from common.runtime.lifecycle import end_with_parent, exit_on_operator_error, run
+from common.runtime.lifecycle import Announcer, end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
 from common.runtime.malloc import with_large_pages
 from common.runtime.restarts import MAX_RESTARTS, WINDOW_S, Restarts
@@ -32,6 +32,8 @@ from common.runtime.worker_packages import require_worker_packages
 log = logging.getLogger(__name__)
 
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+_OF_THE_STACK = {"TENSOR_PARALLEL": "--prefill-tp and --decode-tp", "GPU_SHARE": "a free choice of GPUs"}
+"""Settings of workers that the stack decides, and what decides them."""
 _PATIENCE_S = "86400"
 """As long as a gateway can be told to wait for a worker."""
 
@@ -74,6 +76,9 @@ class LocalStack:
     async def start(self) -> str:
         """Start everything; the gateway's URL once the stack can serve. Raises `OperatorError`."""
         settings = self._settings
+        for name, what in _OF_THE_STACK.items():
+            if ENV_PREFIX + name in os.environ:
+                raise OperatorError(f"{ENV_PREFIX}{name} does not reach the workers of baton serve, which has {what}")
         port = self._reserve(settings.host, settings.port, "the API's port ")
         admin_port = self._reserve("127.0.0.1", settings.admin_port, "the admin port ")
         pools = {"prefill": settings.prefill, "decode": settings.decode, "latency": settings.latency}
@@ -176,8 +181,12 @@ class LocalStack:
     async def _keep(self, child: Child) -> None:
         """Start a process, and start it again when it has ended. Raises `OperatorError` when it shall not be."""
         while True:
-            process = await self._spawn(child)
-            how = _describe_exit(await process.wait())
+            try:
+                process = await self._spawn(child)
+            except OSError as error:  # no memory, no descriptor, no process
+                how = f"no process ({error.strerror})"
+            else:
+                how = _describe_exit(await process.wait())
             if not self._serves:
                 raise OperatorError(f"{child.name} ended with {how} while starting (see the log above)")
             if self._settings.restart == "never":
@@ -211,6 +220,9 @@ class LocalStack:
                 env=_environment(self._settings) | child.variables,
                 start_new_session=True,  # Ctrl-C reaches the stack alone, which then ends its processes in order
             )
+        except BaseException:
+            os.close(reader)
+            raise
         finally:
             os.close(writer)
         child.listener = asyncio.create_task(self._listen(child, reader))
@@ -256,7 +268,7 @@ class _Progress:
     """One line on a terminal that shows how far each process has come; nothing where there is no terminal."""
 
     def __init__(self) -> None:
-        self._on = sys.stderr.isatty()
+        self._on = sys.stderr is not None and sys.stderr.isatty()  # None: started with it closed
 
     def show(self, children: Sequence[Child]) -> None:
         if self._on:
@@ -295,16 +307,16 @@ async def _dismiss(listener: asyncio.Task[None] | None) -> None:
         await asyncio.gather(listener, return_exceptions=True)
 
 
-def _curl(url: str, model: str) -> str:
+def _curl(url: str, *, demo: bool) -> str:
     question = "Say hello."
-    if resolve_model(model, weights=False) == DEMO_FOLDER:
+    if demo:
         question = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
     body = json.dumps({"messages": [{"role": "user", "content": question}], "temperature": 0})
     return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
-async def serve(settings: ServeSettings, stop: asyncio.Event) -> None:
-    """Start the stack and keep it until `stop`. Raises `OperatorError`."""
+async def serve(settings: ServeSettings, stop: asyncio.Event, *, demo: bool) -> None:
+    """Start the stack and keep it until `stop`. `demo`: it serves the bundled model. Raises `OperatorError`."""
     stack = LocalStack(settings)
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(stack.start())
@@ -316,7 +328,8 @@ async def serve(settings: ServeSettings, stop: asyncio.Event) -> None:
         url = starting.result()
         if stack.dashboard is not None:
             log.info("dashboard on %s", stack.dashboard)
-        print(f"ready: {_curl(url, settings.model)}", flush=True)
+        print(f"ready: {_curl(url, demo=demo)}", flush=True)
+        Announcer(settings.announce_fd).say(url=url, ready=True)
         watching = asyncio.create_task(stack.watch())
         await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not stopping.done():
@@ -336,10 +349,10 @@ def main() -> None:
     def body() -> None:
         settings = load(ServeSettings, "baton serve", sys.argv[1:])
         require_worker_packages(settings.transport, settings.device)
-        resolve_model(settings.model, weights=True)
+        folder = resolve_model(settings.model, weights=True)
         configure_logging(settings.log_level, "baton serve", settings.log_format)
         end_with_parent(settings.end_with_parent)
-        run(lambda stop: serve(settings, stop))
+        run(lambda stop: serve(settings, stop, demo=folder == DEMO_FOLDER))
 
     exit_on_operator_error(body)
 

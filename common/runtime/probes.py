@@ -1,13 +1,15 @@
 """A worker's small HTTP port: `/health` (the process answers), `/ready` (it accepts work), `/metrics`.
 
-It runs on the control loop and not on the engine's thread, so a long step delays no probe.
+It runs on the control loop and not on the engine's thread, so a long step delays no probe. Everybody may connect: a
+connection has one request and `CONNECTION_S`, and of too many the oldest is cut off.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -16,6 +18,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from common.contract.errors import OperatorError
+
+CONNECTION_S = 10.0
+"""Seconds in which a client must have sent its request and read the answer."""
+MAX_CONNECTIONS = 64
+_SHUTDOWN_S = 1.0
 
 
 class Probed(Protocol):
@@ -56,6 +63,48 @@ class _Scrape(Collector):
         return self._probed.metrics()
 
 
+class _Connection(web.RequestHandler):
+    """A client's connection."""
+
+    __slots__ = ("_bound", "_connections", "_open")
+
+    def __init__(self, server: web.Server, connections: dict[_Connection, None]) -> None:
+        """`connections` are those that are open, the oldest first."""
+        super().__init__(server, loop=asyncio.get_running_loop(), access_log=cast(Any, None))
+        self._connections = connections
+        self._open: asyncio.Transport | None = None
+        self._bound: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._open = cast(asyncio.Transport, transport)
+        self._bound = asyncio.get_running_loop().call_later(CONNECTION_S, self.cut)
+        if len(self._connections) >= MAX_CONNECTIONS:
+            next(iter(self._connections)).cut()
+        self._connections[self] = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def cut(self) -> None:
+        """Close it, and discard what its client has not read."""
+        self._forget()
+        self.force_close()
+        if self._open is not None:
+            self._open.abort()
+
+    def _forget(self) -> None:
+        self._connections.pop(self, None)
+        if self._bound is not None:
+            self._bound.cancel()
+
+
+async def _last_answer(_: web.Request, response: web.StreamResponse) -> None:
+    response.force_close()
+    response.headers["Connection"] = "close"
+
+
 class ProbeServer:
     """The HTTP port. `probed` is None while the worker starts: the process is then alive but not ready."""
 
@@ -64,6 +113,8 @@ class ProbeServer:
         self.stopping = False
         """Set at SIGTERM: the process is then alive but not ready."""
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._connections: dict[_Connection, None] = {}
 
     async def bind(self, host: str, port: int) -> int:
         """Bind (0: to an ephemeral port) and serve; return the port. Raises `OperatorError` if it is occupied."""
@@ -71,17 +122,26 @@ class ProbeServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        app.on_response_prepare.append(_last_answer)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(server, self._connections), host, port
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise OperatorError(f"cannot bind the HTTP port {host}:{port}: {error.strerror or error}") from error
-        return int(self._runner.addresses[0][1])
+        return int(self._listener.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop serving."""
+        """Stop serving. Answers that are not read by then are cut off."""
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.cut()
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -154,6 +154,13 @@ class Callers:
         tenant = _named_tenant(request, self._tenant_header) if key.tenant_from_header else None
         return KeyCaller(tenant or key.own_tenant, key, self._meter(key), self._metrics, self._clock)
 
+    def knows(self, request: web.Request) -> bool:
+        """Whether a request has a valid key, or none is needed."""
+        if self._keyring is None:
+            return True
+        given = _given_key(request)
+        return given is not None and self._keyring.find(given) is not None
+
     def _meter(self, key: ApiKey) -> KeyMeter:
         """The meter of a key. Meters go by key name, so a key that replaces another of that name inherits its usage."""
         limits = KeyLimits(

@@ -119,6 +119,10 @@ class Guard:
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
         return answer.response(self._limits.retry_after_s, headers)
 
+    def knows(self, request: web.Request) -> bool:
+        """Whether a request to a path that needs no key may be told what needs one."""
+        return self._callers.knows(request)
+
     def count(self, request: web.Request) -> None:
         """Count a POST request, whose body has been read, as in flight until it ends. Raises `ApiError`, a 429, if
         there is no room for it."""

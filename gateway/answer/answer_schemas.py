@@ -342,3 +342,4 @@ class ReadyAnswer(_Answer):
     ready: bool
     reason: str
     details: Mapping[str, object]
+    """Empty without a valid key, if the operator has set keys."""

@@ -106,7 +106,9 @@ class Dispatcher(Collector):
         self.num_gaps = 0
         self._num_stale_messages = 0
         self.handoffs: Counter[tuple[str, str]] = Counter()
-        """Sequences that a decode worker took over, by (address of the prefill worker, its own address)."""
+        """Prompts that a decode worker took over, by (address of the prefill worker, its own address), of the workers
+        that exist. Each is one handoff, however many choices it has."""
+        self._num_handoffs = 0
         self.recovery = RecoveryMetrics()
 
     # --- the Generator -------------------------------------------------------------------------------------------
@@ -167,10 +169,6 @@ class Dispatcher(Collector):
         del self._open[request]
         for request_id in flow.requests:
             self._by_id.pop(request_id, None)
-        self.num_duplicates += flow.num_duplicates
-        self.num_gaps += flow.num_gaps
-        for cause, number in flow.failures.items():
-            self.recovery.failovers[cause] += number
         log.debug("request %s: %s", next(iter(flow.requests)), flow.story[-1])
 
     def _watch(self, request: OpenRequest) -> None:
@@ -242,10 +240,16 @@ class Dispatcher(Collector):
         if self.placement.candidates.may_leave(address):
             self.placement.leaving.begin(address, self._open)
 
+    def on_forgotten(self, address: str) -> None:
+        """Keep nothing of a worker that no longer exists."""
+        for pair in [pair for pair in self.handoffs if address in pair]:
+            del self.handoffs[pair]
+
     # --- the pump ------------------------------------------------------------------------------------------------
 
     def _settle(self, request: OpenRequest, actions: Iterable[FlowAction]) -> None:
         """Carry out what a flow has decided, and all that follows."""
+        self._count(request.flow)
         for action in actions:
             self._carry_out(request, action)
         self.look_again()
@@ -345,7 +349,9 @@ class Dispatcher(Collector):
         address, first = assignment.life.address, not attempt.decode_has_spoken
         if isinstance(message, Tokens) and assignment.role is Role.DECODE and first:
             if attempt.prefill is not None:
-                self.handoffs[attempt.prefill.life.address, address] += 1
+                self._num_handoffs += 1
+                if attempt.prefill.life.address in self._registry.workers:
+                    self.handoffs[attempt.prefill.life.address, address] += 1
             if attempt.moving is not None:
                 self.recovery.moves["moved"] += 1
                 fields = request.about("moved", assignment.key, choice=message.choice, decode=address)
@@ -360,6 +366,14 @@ class Dispatcher(Collector):
             full = message.cause is Cause.CAPACITY and attempt.admitted and attempt.moving is None
             if full or message.cause is Cause.DRAINING:
                 self._registry.declined(address, message.cause)
+
+    def _count(self, flow: Flow) -> None:
+        """Add to the totals what a flow has counted since the last time."""
+        self.num_duplicates += flow.num_duplicates
+        self.num_gaps += flow.num_gaps
+        for cause, number in flow.failures.items():
+            self.recovery.failovers[cause] += number
+        flow.counted()
 
     # --- results -------------------------------------------------------------------------------------------------
 
@@ -384,7 +398,7 @@ class Dispatcher(Collector):
             ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
             ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
             ("gaps", "Token frames that came before an earlier one.", self.num_gaps),
-            ("handoffs", "Sequences that a decode worker took over from a prefill worker.", self.handoffs.total()),
+            ("handoffs", "Prompts that a decode worker took over from a prefill worker.", self._num_handoffs),
         ):
             yield counter(f"baton_gateway_{name}", text, value)
         yield from self.placement.collect(self._clock())

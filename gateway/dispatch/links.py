@@ -26,7 +26,7 @@ from common.contract.messages.fields import Message, RequestMessage
 from common.contract.messages.gateway import Abort, Drain, Resume
 from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Phase, Role, Welcome
 from common.contract.messages.worker import CacheEvents, StepTokens, Trial
-from common.runtime.channel import RECONNECT_S, ControlClient
+from common.runtime.channel import RECONNECT_S, ControlClient, Traffic
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from common.runtime.probes import counter, gauge
@@ -60,6 +60,9 @@ class Requests(Protocol):
     def on_load(self, address: str) -> None:
         """A worker has told its load."""
 
+    def on_forgotten(self, address: str) -> None:
+        """A worker no longer exists."""
+
     def look_again(self) -> None:
         """Other workers may be usable now."""
 
@@ -86,6 +89,8 @@ class Links:
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._links: dict[str, ControlClient] = {}
+        self._traffic_before = Traffic()
+        """Counts of the links to workers that no longer exist."""
         self._linking: dict[asyncio.Task[None], ControlClient] = {}
         self._listed: dict[str, frozenset[RequestKey]] = {}
         """Worker → requests in the last Hello to it; its Welcome says which of these, and only these, it knows."""
@@ -165,8 +170,11 @@ class Links:
             if self._registry.workers[address].incarnation is not None:
                 self._session_over(link, why, crashed=False)
             link.retire()
+            self._traffic_before.add(link.traffic)
             next(task for task, of in self._linking.items() if of is link).cancel()
+        self._listed.pop(address, None)
         self._registry.remove(address)
+        self._requests.on_forgotten(address)
 
     def _workers_changed(self) -> None:
         if not self._registry.missing():
@@ -224,7 +232,8 @@ class Links:
         """Handle the loss of messages to or from a worker."""
         self._registry.resynced(link.address)
         self._trials.pop(link.address, None)
-        self._requests.on_resync(link.address, self._listed[link.address], frozenset(welcome.open_requests))
+        listed = self._listed.get(link.address, frozenset())
+        self._requests.on_resync(link.address, listed, frozenset(welcome.open_requests))
 
     def on_message(self, link: ControlClient, message: Message) -> None:
         """Handle a message from a worker."""
@@ -292,7 +301,7 @@ class Links:
         ]
 
     def collect(self) -> Iterable[Metric]:
-        """Metrics of the workers, and of what they tell of their caches."""
+        """Metrics of the workers, of the channel to them, and of what they tell of their caches."""
         roles, index = (Role.PREFILL, Role.DECODE), self._index
         usable = GaugeMetricFamily("baton_gateway_workers_usable", "Workers that may be given work.", labels=["role"])
         for role in roles:
@@ -301,7 +310,21 @@ class Links:
         restarts = {role.value: self._registry.num_restarts[role] for role in roles}
         text = "Times that a worker's address was another process's."
         yield counter("baton_gateway_worker_restarts", text, restarts, "role")
+        traffic = self._traffic()
+        for name, text, value in (
+            ("sessions_lost", "Sessions with workers that were lost.", traffic.sessions_lost),
+            ("resyncs", "Sessions opened again because messages may have been lost.", traffic.resyncs),
+            ("frames_refused", "Control frames of workers that were refused.", traffic.frames_refused),
+        ):
+            yield counter(f"baton_gateway_{name}", text, value)
         yield gauge("baton_gateway_prefix_blocks", "Cached blocks that workers have told of.", index.num_blocks)
         yield gauge("baton_gateway_prefix_names", "Blocks in the prefix index, whoever holds them.", index.num_names)
         text = "Blocks dropped from the full prefix index."
         yield counter("baton_gateway_prefix_names_forgotten", text, index.num_forgotten)
+
+    def _traffic(self) -> Traffic:
+        """Counts of all links so far."""
+        traffic = Traffic()
+        for each in (self._traffic_before, *(link.traffic for link in self._links.values())):
+            traffic.add(each)
+        return traffic

@@ -4,6 +4,7 @@ condition                          workers                                      
 no prefill workers exist           one decode worker, which computes the prompt too          colocated
 few tokens are left to compute     the same: a handoff would cost more than it saves         short
 no prefill worker is usable        the same, so that the request is served                   no_prefill_worker
+usable ones do not take it         the same                                                  refused
 otherwise                          a prefill and a decode worker                             handoff
 
 The prefill worker is the one with the earliest expected first token (`gateway.dispatch.estimates`). The decode worker
@@ -56,6 +57,8 @@ class LocalPrefill(StrEnum):
     """The deployment has no prefill workers."""
     NO_PREFILL_WORKER = "no_prefill_worker"
     """The deployment has prefill workers, but none is usable."""
+    REFUSED = "refused"
+    """Prefill workers are usable, but none takes the prompt: they are full, have failed it, or cannot hold it."""
 
 
 class Ask(NamedTuple):
@@ -221,7 +224,8 @@ class Router:
     def choose(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Handoff | Local | None:
         """Workers for a prompt; None if there are none now."""
         registry, table = self._registry, self._registry.table
-        prefill = caution.prefill(table, registry.usable_rows(Role.PREFILL), ask)
+        usable = registry.usable_rows(Role.PREFILL)
+        prefill = caution.prefill(table, usable, ask)
         decode = caution.decode(table, registry.usable_rows(Role.DECODE), ask)
         if not len(decode):
             return None
@@ -237,7 +241,8 @@ class Router:
         if registry.colocated:
             return _local(table, ask, free, here, times, LocalPrefill.COLOCATED)
         if not len(prefill):
-            route = _local(table, ask, free, here, times, LocalPrefill.NO_PREFILL_WORKER)
+            reason = LocalPrefill.REFUSED if len(usable) else LocalPrefill.NO_PREFILL_WORKER
+            route = _local(table, ask, free, here, times, reason)
             is_short = ask.num_tokens - route.num_cached <= self._local_prefill_tokens
             return route._replace(reason=LocalPrefill.SHORT) if is_short else route
         handoff = _handoff(table, ask, prefill, decode, here, times)

@@ -4,59 +4,110 @@ once.
 The grammar library processes a forced text in one go, however long it is. Its own limits bound rules, but neither
 regular expressions nor terminals: `a{1000000000}` costs a gigabyte of work and memory in 13 characters. Python's parser
 of regular expressions knows how short a match can be, but it is private and takes another syntax. All alternatives are
-counted here, so the result is an upper bound. The parser is lenient.
+counted here, so the result is an upper bound. The parser is lenient, because the library refuses what is not well
+formed; and its time is linear: what is not closed takes the rest of the line or of the text, so nothing is read again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 MAX_EXPANDED: Final = 20_000
 """Characters. With `a{20000}` each mask takes about 5 ms with all cores free."""
 _REGEX: Final = re.compile(
-    r"\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|(?P<open>\(\?[^:)]*:|\()|(?P<close>\))"
-    r"|\{(?P<least>\d+)[^}]*\}|(?P<free>[|*+?^$])|.",
+    r"\\[pPxuU]\{[^{}\\]*\}?|\\.|(?P<verbose>\(\?[a-zA-Z]*x)|(?P<open>\((?:\?(?:P?<[^<>()]*>|[a-zA-Z-]*:))?)"
+    r"|(?P<close>\))|\{\s*(?P<least>\d+)[\s\d,]*\}?|(?P<free>[|*+?^$])|.",
     re.DOTALL,
 )
-_DEFINITION: Final = re.compile(r"^[ \t]*[?!]?([A-Za-z_][\w-]*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
+"""A token of a regular expression, or the first character of a set."""
+_SET_PART: Final = re.compile(r"\\.?|\[:\^?\w+:\]|(?P<open>\[\^?\]?)|(?P<close>\])|[^\\\[\]]+", re.DOTALL)
+"""A part of a set; sets may contain sets."""
+_VERBOSE: Final = "a regular expression cannot have the flag x, with which white space and comments in it do not count"
 _LARK: Final = re.compile(
-    r'"(?P<text>(?:\\.|[^"\\])*)"i?|//[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])+)/\w*|(?P<open>[(\[])|(?P<close>[)\]])'
-    r"|(?:\{\s*|~\s*)(?P<least>\d+)[^}\s)]*\}?|(?P<name>[A-Za-z_][\w-]*)|\S",
+    r'"(?P<text>(?:\\[^\n]?|[^"\\\n]+)*)"?i?|(?:#|//)[^\n]*|<[^<>\s]+>'
+    r"|/(?P<regex>(?:\\.?|[^/\\]+)+)/?(?P<flags>[imslux]*)"
+    r"|[{~]\s*\+?(?P<least>\d+)(?:[\d\s,.]*\})?|(?P<open>[(\[{])|(?P<close>[)\]}])"
+    r"|(?P<name>_?(?:[A-Z][_A-Z0-9-]*|[a-z][_a-z0-9-]*))|::(?!=)|\S",
     re.DOTALL,
 )
+"""A token of a grammar, as the library's lexer splits it."""
 
 
 def expanded_length(expression: str) -> int:
-    """Expanded length of a regular expression, in characters."""
-    return _sum(_REGEX.finditer(expression), lambda token: 0 if token["free"] else 1)
+    """Expanded length of a regular expression, in characters. Raises `ValueError` for one with the flag x."""
+    return _sum(_regex_tokens(expression), lambda token: 0 if token["free"] else 1)
 
 
 def expanded_grammar_length(grammar: str) -> int:
     """Expanded length of the longest rule of a grammar in Lark's notation or GBNF, with named rules inserted, in
-    characters. A rule that leads back to itself counts once, because it can always end."""
-    found = list(_DEFINITION.finditer(grammar))
-    ends = [each.start() for each in found[1:]] + [len(grammar)]
-    bodies = {each[1]: grammar[each.end() : end] for each, end in zip(found, ends, strict=True)}
+    characters. A rule that leads back to itself counts once, because it can always end. Raises `ValueError` for a
+    regular expression with the flag x."""
+    bodies = _bodies(grammar)
     lengths: dict[str, int] = {}
 
-    def of_rule(name: str, below: frozenset[str]) -> int:
-        if name not in bodies or name in below or len(below) > 200:
-            return 1
-        if name not in lengths:
-            tokens = _LARK.finditer(bodies[name])
-            lengths[name] = min(_sum(tokens, lambda token: of_token(token, below | {name})), 2**40)
-        return lengths[name]
-
-    def of_token(token: re.Match[str], below: frozenset[str]) -> int:
+    def length_of(token: re.Match[str]) -> int:
         if token["text"] is not None:
             return len(token["text"])
         if token["regex"] is not None:
+            if "x" in token["flags"]:
+                raise ValueError(_VERBOSE)
             return expanded_length(token["regex"])
-        return of_rule(token["name"], below) if token["name"] is not None else 0
+        return lengths.get(token["name"], 1) if token["name"] is not None else 0
 
-    return max((of_rule(name, frozenset()) for name in bodies), default=0)
+    left, begun = list(bodies), set[str]()
+    while left:
+        name = left[-1]
+        tokens = _LARK.finditer(bodies[name])
+        if name not in begun:
+            begun.add(name)
+            names = dict.fromkeys(token["name"] for token in tokens)
+            left += (each for each in names if each in bodies and each not in begun)
+        else:
+            left.pop()
+            if name not in lengths:
+                lengths[name] = min(_sum(tokens, length_of), 2**40)
+    return max(lengths.values())
+
+
+def _regex_tokens(expression: str) -> Iterator[re.Match[str]]:
+    """The tokens of a regular expression; a set is one token, the match of its first character."""
+    at = 0
+    while token := _REGEX.match(expression, at):
+        if token["verbose"]:
+            raise ValueError(_VERBOSE)
+        yield token
+        at = _set_end(expression, at) if token[0] == "[" else token.end()
+
+
+def _set_end(expression: str, start: int) -> int:
+    """Where the set that begins at `start` ends."""
+    depth = 0
+    for part in _SET_PART.finditer(expression, start):
+        depth += bool(part["open"]) - bool(part["close"])
+        if not depth:
+            return part.end()
+    return len(expression)
+
+
+def _bodies(grammar: str) -> dict[str, str]:
+    """Text of each rule by its name, and under "" what comes before all rules. A rule begins with a name and a colon
+    outside brackets; between them there may be a priority and attributes."""
+    bodies: dict[str, str] = {}
+    rule, start, depth = "", 0, 0
+    name: re.Match[str] | None = None
+    for token in _LARK.finditer(grammar):
+        depth += bool(token["open"]) - bool(token["close"])
+        if depth:
+            continue
+        if token["name"] is not None:
+            name = token
+        elif token[0] == ":" and name is not None:
+            bodies[rule] = grammar[start : name.start()]
+            rule, start, name = name["name"], token.end(), None
+    bodies[rule] = grammar[start:]
+    return bodies
 
 
 def _sum(tokens: Iterable[re.Match[str]], length_of: Callable[[re.Match[str]], int]) -> int:

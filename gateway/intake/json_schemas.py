@@ -24,7 +24,7 @@ _REGEX_PART = re.compile(
 )
 """An escape of a regular expression. Groups 1 to 4 capture a character's number, group 5 the letter of a control
 character."""
-_SET = re.compile(r"\[(?!\S*--)(?:\^[^\[\]&~]+|[^\^\[\]&~][^\[\]&~]+)\]")
+_SET = re.compile(r"\[(?:\^(?:[^\[\]&~-]|-(?!-))+|(?!\^)(?:[^\[\]&~-]|-(?!-)){2,})\]")
 """A set in a regular expression without escapes: a negated set, or a set of several characters."""
 
 

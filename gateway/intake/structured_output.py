@@ -12,7 +12,8 @@ import json
 import re
 from collections.abc import Callable
 
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.contract.errors import Cause
 from common.contract.sampling import MAX_GRAMMAR_CHARS
@@ -46,6 +47,10 @@ _BYTES = LLTokenizer("byte")
 _NAMES_TOKENS = re.compile("unknown special token|Token range")
 """Errors that only the model's own tokenizer could avoid."""
 _INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
+_LARK_BEGINNING = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
+"""Tells Lark's notation from GBNF, as the library does."""
+_MAX_GBNF_RULES = 500
+"""The library's conversion takes time quadratic in the number of rules."""
 _num_waiting = 0
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -173,14 +178,35 @@ def _compile(kind: str, text: str) -> tuple[str, str]:
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(names))
     elif kind == "json_schema":
         grammar = json_grammar(text)
+    elif kind == "regex":
+        _refuse_long(expanded_length(text))
+        grammar = LLMatcher.grammar_from_regex(text)
     else:
-        length = expanded_length(text) if kind == "regex" else expanded_grammar_length(text)
-        if length > MAX_EXPANDED:
-            raise ValueError(f"written out it has more than {MAX_EXPANDED} characters")
-        grammar = grammar_from(kind, text)  # type: ignore[arg-type]
+        grammar = LLMatcher.grammar_from_lark(_lark(text))
+        _refuse_long(expanded_grammar_length(grammar))
         for inline in _INLINE_SCHEMA.finditer(grammar):
             refuse_unenforceable(json.JSONDecoder().raw_decode(grammar, inline.end())[0])
     return validated(grammar)
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's notation, converted from GBNF if need be. Raises `ValueError`.
+
+    The library's `grammar_from` does the same, but looks for Lark's notation in time quadratic in the blank lines.
+    """
+    if _LARK_BEGINNING.search(text):
+        return text
+    if text.count("::=") > _MAX_GBNF_RULES:
+        raise ValueError(f"more than {_MAX_GBNF_RULES} rules in GBNF")
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:
+        raise ValueError(f"neither Lark's notation nor GBNF: {error}") from error
+
+
+def _refuse_long(length: int) -> None:
+    if length > MAX_EXPANDED:
+        raise ValueError(f"written out it has more than {MAX_EXPANDED} characters")
 
 
 def json_grammar(schema: str) -> str:

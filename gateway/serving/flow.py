@@ -89,7 +89,9 @@ class Flow:
     state: FlowState = FlowState.RUNNING
     story: list[str] = field(default_factory=list)
     num_duplicates: int = 0
+    """Token frames that repeated what was known. This and the next two begin anew with `counted`."""
     num_gaps: int = 0
+    """Token frames that came before an earlier one."""
     failures: dict[Cause, int] = field(default_factory=dict)
     """Failed attempts that were followed by another, by cause."""
     attempts: Attempts = field(default_factory=Attempts)
@@ -200,7 +202,11 @@ class Flow:
         if assignment.role is Role.PREFILL and not assignment.over and not isinstance(message, PromptLogprobs):
             assignment.over = True  # the first message ends its work: its prompt is computed, or never will be
             actions.append(AssignmentOver(assignment))
-        actions += self._do(attempt, attempt.on_message(assignment, message))
+        duplicates, gaps = attempt.num_duplicates, attempt.num_gaps
+        decided = attempt.on_message(assignment, message)
+        self.num_duplicates += attempt.num_duplicates - duplicates
+        self.num_gaps += attempt.num_gaps - gaps
+        actions += self._do(attempt, decided)
         if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
             actions += self._cut(attempt, self.choices[message.choice])
         return actions
@@ -226,6 +232,11 @@ class Flow:
     def cancel(self) -> list[FlowAction]:
         """The client has left; inert after the end."""
         return self._end(FlowState.CANCELLED, "cancelled") if self.running else []
+
+    def counted(self) -> None:
+        """What was counted so far is in the totals of the gateway."""
+        self.num_duplicates = self.num_gaps = 0
+        self.failures.clear()
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
@@ -377,8 +388,6 @@ class Flow:
     def _close(self, attempt: Attempt, keep: Assignment | None = None) -> list[FlowAction]:
         """Remove an attempt from those under way; the assignment `keep` goes on."""
         self.attempts.remove(attempt)
-        self.num_duplicates += attempt.num_duplicates
-        self.num_gaps += attempt.num_gaps
         actions: list[FlowAction] = []
         for assignment in attempt.assignments:
             if assignment is not keep and not assignment.over:

@@ -104,7 +104,7 @@ class Discovery:
 
         def told(endpoints: Collection[Endpoint]) -> None:
             nonlocal known
-            self._listed.labels(role).set(len(endpoints))
+            self._listed.labels(role).set(sum(endpoint.serving for endpoint in endpoints))
             self._listed_at[role] = self._clock()
             if known is None or set(endpoints) != set(known):
                 log.info("%s workers: %s", role, ", ".join(sorted(map(_worded, endpoints))) or "none")

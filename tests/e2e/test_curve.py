@@ -7,6 +7,7 @@ import json
 import stat
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +83,21 @@ def test_a_file_that_holds_no_keys_is_refused(text: str, tmp_path: Path) -> None
         CurveKeys.load(str(path))
     with pytest.raises(OperatorError, match="cannot read"):
         CurveKeys.load(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("damage", ["other encoding", "another character"])
+def test_what_is_said_of_a_damaged_file_holds_no_secret(damage: str, tmp_path: Path) -> None:
+    """It goes to the log."""
+    path, (public, secret) = tmp_path / "keys", (each.decode() for each in zmq.curve_keypair())
+    text = json.dumps({"public": public, "secret": secret})
+    if damage == "other encoding":
+        path.write_bytes(text.encode("utf-16"))
+    else:
+        path.write_text(json.dumps({"public": public, "secret": secret + chr(160)}))
+    with pytest.raises(OperatorError, match="holds no pair of CURVE keys") as caught:
+        CurveKeys.load(str(path))
+    told = "".join(traceback.format_exception(caught.value))
+    assert not any(secret[at : at + 8] in told for at in range(len(secret) - 8))
 
 
 def test_keys_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:

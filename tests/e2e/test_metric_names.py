@@ -57,7 +57,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str]
 
 
 def usable(gateway: Process) -> int:
-    return sum(worker["usable"] for worker in gateway.get("/ready")["details"]["workers"])
+    return int(gateway.metric("baton_gateway_workers_usable"))
 
 
 def ask(gateway: Process, token: int) -> int:

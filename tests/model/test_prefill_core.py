@@ -9,7 +9,7 @@ from handoff_bounds import BLOCK_SIZE
 from handoff_worker import _REGION, _WELCOME, PREFILL, Facts
 
 from common.contract.ids import Incarnation, RequestId
-from common.contract.messages.gateway import Prefill, PrefixHint, Source
+from common.contract.messages.gateway import Abort, Prefill, PrefixHint, Source
 from common.contract.sampling import SamplingParams
 from common.scheduling.costs import Costs
 from common.worker.events import Compute, HelloReceived, Received, StepWanted
@@ -57,6 +57,20 @@ def test_a_prompt_whose_prefix_cannot_be_pulled_is_computed_in_the_same_step() -
     core.handle(SourceOpened("d:1", Incarnation("new"), _WELCOME), 0.0)
     core.handle(Received(GATEWAY, held_by("old")), 0.0)
     assert planned(core) == [_NUM_TOKENS]
+    assert core.prefix_pulls.ended == {"pulled": 0, "gave_up": 1}
+    core.check_invariants()
+
+
+def test_a_pull_whose_client_leaves_does_not_count_as_given_up() -> None:
+    """Nothing is computed in its place."""
+    core = prefill_core(prefix_cache=True, pull_prefixes="always")
+    core.handle(SourceOpened("d:1", Incarnation("holder"), _WELCOME), 0.0)
+    core.handle(Received(GATEWAY, held_by("holder")), 0.0)
+    assert planned(core) == []
+    assert len(core.prefix_pulls) == 1
+    core.handle(Received(GATEWAY, Abort(request=_PROMPT.request, attempt=_PROMPT.attempt)), 0.0)
+    assert len(core.prefix_pulls) == 0
+    assert core.prefix_pulls.ended == {"pulled": 0, "gave_up": 0}
     core.check_invariants()
 
 

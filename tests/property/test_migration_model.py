@@ -138,7 +138,7 @@ class Play:
 
     def drain(self) -> None:
         site = self.pick(self.alive)
-        self.pick([site.worker.drain, site.worker.drain, site.resume])()
+        self.pick([site.drain, site.drain, site.resume])()
 
     def wait(self) -> None:
         self.world.now += self.pick([1.0, LENT_TTL_S + 1.0])

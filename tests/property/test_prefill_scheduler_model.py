@@ -18,7 +18,7 @@ from next_times import next_deadline
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.gateway import Prefill
 from common.contract.sampling import SamplingParams
-from common.contract.tiers import Tier
+from common.contract.tiers import Tier, by_tier
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
@@ -283,7 +283,8 @@ class Traffic:
         assert len(self.scheduler.running) + len(self.scheduler.on_hold) == len(running)
         assert len(self.scheduler.waiting) == len(self.here) - len(running)
         assert set(self.scheduler.requests()) == set(self.here)
-        assert self.scheduler.num_uncomputed == sum(request.num_uncomputed for request in self.here)
+        queued = by_tier((request.tier, request.num_uncomputed) for request in self.here)
+        assert (self.scheduler.queued_tokens, self.scheduler.num_uncomputed) == (queued, sum(queued))
         assert (self.scheduler.num_prefix_queried, self.scheduler.num_prefix_hit) == (self.queried, self.hit)
 
     def drain(self) -> None:

@@ -29,6 +29,7 @@ from waiting import StandingClock
 
 from common.contract.errors import OperatorError
 from gateway.access.api_keys import MAX_KEYS, Keyring, draw_key, main, read_keys
+from gateway.serving.generation import Readiness
 
 KEY = "baton-" + "k" * 43
 
@@ -247,6 +248,24 @@ async def test_a_key_is_asked_for(file: Path) -> None:
                 assert response.status == 200
         async with session.get(server.url + "/v1/models") as response:
             assert response.status == 401
+
+
+async def test_who_has_no_valid_key_is_told_whether_the_gateway_is_ready_and_no_more(file: Path) -> None:
+    workers = {"workers": [{"id": "10.0.0.1:7001"}]}
+    cases: list[tuple[dict[str, str], dict[str, Any]]] = [
+        ({}, {}),
+        ({"x-api-key": "wrong"}, {}),
+        ({"x-api-key": KEY}, workers),
+        ({"Authorization": f"Bearer {KEY}"}, workers),
+    ]
+    generator = ScriptedGenerator()
+    async with serve(generator, keyring=Keyring(file)) as server, aiohttp.ClientSession() as session:
+        for ready, status in [(True, 200), (False, 503)]:
+            generator.readiness = Readiness(ready=ready, reason="as told", details=lambda: workers)
+            for headers, details in cases:
+                async with session.get(server.url + "/ready", headers=headers) as response:
+                    assert response.status == status
+                    assert await response.json() == {"ready": ready, "reason": "as told", "details": details}
 
 
 async def _tenants(keyring: Keyring | None, header: str | None, *asked: tuple[str, str | None]) -> list[str]:

@@ -124,11 +124,28 @@ def test_no_caution_changes_nothing() -> None:
     assert Caution().prefill(registry.table, prefill, ask).tolist() == prefill.tolist() == [0, 1]
 
 
-def test_where_all_prefill_workers_have_failed_that_is_said() -> None:
+@pytest.mark.parametrize(
+    ("wanted", "full", "lost", "reason"),
+    [
+        ({"avoid": (P, P2)}, (), (), LocalPrefill.REFUSED),
+        ({"too_small": (P,)}, (P2,), (), LocalPrefill.REFUSED),
+        ({"avoid": (P,)}, (), (P2,), LocalPrefill.REFUSED),
+        ({}, (P, P2), (), LocalPrefill.REFUSED),
+        ({}, (), (P, P2), LocalPrefill.NO_PREFILL_WORKER),
+    ],
+    ids=["failed", "too small and full", "failed and lost", "full", "lost"],
+)
+def test_why_no_prefill_worker_takes_a_prompt_is_said(
+    wanted: dict[str, Any], full: tuple[str, ...], lost: tuple[str, ...], reason: LocalPrefill
+) -> None:
     pool = Pool()
-    route = pool.candidates.choose(pool.want(avoid=(P, P2)), Tier.STANDARD, {}, 0.0)
+    for address in full:
+        pool.registry.declined(address, Cause.CAPACITY)
+    for address in lost:
+        pool.registry.lost(address)
+    route = pool.candidates.choose(pool.want(**wanted), Tier.STANDARD, {}, 0.0)
     assert isinstance(route, Local)
-    assert route.reason is LocalPrefill.NO_PREFILL_WORKER
+    assert route.reason is reason
 
 
 # --- those that do not take it ---------------------------------------------------------------------------------------

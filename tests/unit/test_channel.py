@@ -54,6 +54,19 @@ async def last_of_hellos(raw: RawWorker, client: Client) -> tuple[Hello, Hello]:
 BRISK = Pulse(interval_s=0.03, timeout_s=0.4)
 
 
+async def test_a_link_that_has_retired_says_goodbye_and_hears_nothing_more(net: Net) -> None:
+    """It takes some turns to end, and its address may be another worker's by then."""
+    raw = net.raw_worker()
+    client = net.client(raw.address)
+    peer = await raw.accept(client)
+    client.link.retire()
+    await raw.expect(Goodbye)
+    await raw.send(peer, tokens(1), heartbeat(1, sent=7))  # it seems to have lost messages
+    await asyncio.sleep(0.1)
+    assert (client.received, client.num_heartbeats, client.losses, client.num_resyncs) == ([], 0, [], 0)
+    assert client.link.state is LinkState.CLOSED
+
+
 # --- greeting --------------------------------------------------------------------------------------------------------
 
 

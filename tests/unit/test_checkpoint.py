@@ -208,6 +208,17 @@ def test_the_hash_sees_another_tokenizer(folder: Path) -> None:
     assert len(hashes) == 13
 
 
+def test_the_hash_sees_other_ends_of_sequences(folder: Path) -> None:
+    """Workers take them from there: with others, a stream would go on elsewhere after its end."""
+    hashes = {config_hash(folder)}
+    for ends in (1, [1, 2]):
+        for version in ("5.1", "5.2"):
+            stated = {"eos_token_id": ends, "temperature": 0.6, "transformers_version": version}
+            (folder / "generation_config.json").write_text(json.dumps(stated))
+            hashes.add(config_hash(folder))
+    assert len(hashes) == 3
+
+
 def test_the_hash_ignores_the_chat_template(folder: Path) -> None:
     hashes = set()
     for config in ({"a": 1}, {"a": 1, "chat_template": "x"}, {"chat_template": "y", "a": 1, "name_or_path": "z"}):

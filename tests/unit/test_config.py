@@ -118,6 +118,12 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_no_error(
     load(DecodeSettings, "baton decode", [])
 
 
+def test_a_misspelt_port_is_none_of_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CONTROLL_PORT", "7000")
+    with pytest.raises(OperatorError, match="unknown environment variable BATON_CONTROLL_PORT"):
+        load(DecodeSettings, "baton decode", [])
+
+
 BAD = [
     ("prefill", "log-level", "loud"),
     ("prefill", "heartbeat-interval-s", "0"),

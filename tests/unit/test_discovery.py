@@ -104,6 +104,7 @@ async def test_workers_come_change_and_go() -> None:
         await told.decode(at(A), at(B))
         api.put("d-1", DECODE, [A, Pod(B.host, B.uid, ready=False)])
         await told.decode(at(A), at(B, serving=False))
+        assert told.counted("discovered_workers") == 1, "nobody is to use the other one"
         api.put("d-1", DECODE, [A, B])
         await told.decode(at(A), at(B))
         api.put("d-1", DECODE, [Pod(A.host, A.uid, terminating=True), B])

@@ -17,7 +17,7 @@ from benchmarks.scripted_workers import ScriptedPool, ScriptedWorker
 from common.contract.errors import Cause
 from common.contract.ids import new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
-from common.contract.messages.session import HelloRefused, Role
+from common.contract.messages.session import HelloRefused, HelloRequired, Role
 from common.contract.sampling import SamplingParams
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatch.dispatcher import Dispatcher
@@ -50,6 +50,11 @@ class Cluster:
 
     def usable(self) -> set[str]:
         return {worker.address for worker in self.registry.usable(Role.DECODE)}
+
+    def counted(self, name: str) -> float:
+        """Value of a counter of the dispatcher."""
+        samples = [sample for metric in self.dispatcher.collect() for sample in metric.samples]
+        return next(sample.value for sample in samples if sample.name == f"baton_gateway_{name}_total")
 
     async def ask(self, num_tokens: int = 3) -> list[Delta]:
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
@@ -121,6 +126,39 @@ async def test_one_that_is_not_listed_any_more_finishes_what_it_has_and_is_forgo
         await first.server.close()
         await eventually(lambda: made.addresses[first] not in made.registry.workers)
         assert [worker["id"] for worker in made.dispatcher.links.workers()].count(made.addresses[first]) == 0
+
+
+async def test_of_a_worker_that_is_forgotten_only_the_totals_are_kept() -> None:
+    async with cluster(2) as made:
+        first, second = made.pool.decode
+        made.follow(made.endpoint(first))
+        await eventually(lambda: len(made.usable()) == len(made.registry.usable(Role.PREFILL)) == 1)
+        await made.ask()
+        assert made.dispatcher.handoffs == {(made.addresses[made.pool.prefill], made.addresses[first]): 1}
+        made.follow(made.endpoint(second))
+        await first.server.close()
+        await eventually(lambda: made.addresses[first] not in made.registry.workers)
+        assert not made.dispatcher.handoffs
+        assert made.counted("handoffs") == 1
+        assert made.addresses[first] not in made.dispatcher.links._listed
+
+
+async def test_what_links_count_is_told_and_kept_when_a_worker_is_forgotten() -> None:
+    async with cluster(2) as made:
+        first, second = made.pool.decode
+        made.follow(made.endpoint(first), made.endpoint(second))
+        await eventually(lambda: len(made.usable()) == 2)
+        assert made.counted("resyncs") == made.counted("frames_refused") == 0
+        (gateway,) = first.server.peers
+        assert first.server._send_now(gateway, b"\xc1")
+        first.server._send_control(gateway, HelloRequired())
+        await eventually(lambda: made.counted("resyncs") == 1)
+        assert made.counted("frames_refused") == 1
+        made.follow(made.endpoint(second))
+        await first.server.close()
+        await eventually(lambda: made.addresses[first] not in made.registry.workers)
+        assert (made.counted("resyncs"), made.counted("frames_refused")) == (1, 1)
+        assert made.counted("sessions_lost") == 0, "it has said goodbye"
 
 
 async def test_one_that_is_not_listed_any_more_may_refuse_within_its_session() -> None:

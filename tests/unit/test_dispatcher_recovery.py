@@ -580,6 +580,7 @@ async def test_what_recovery_costs_is_counted(make: Any, time: Time) -> None:
     key, task = await bench.request()
     decoded(bench, key, 10, 11)
     bench.lose(D)
+    assert bench.counted("failovers_total", cause="worker_lost") == 1, "while the request waits"
     await time.advance(3)
     bench.open(D, restarted=True)
     await time.advance(1)

@@ -21,6 +21,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
+def test_a_warm_up_keeps_to_the_context_of_the_model(tmp_path: Path) -> None:
+    """Positions beyond it have no angles; a GPU would read what lies behind the table."""
+    folder = make_checkpoint("llama", tmp_path, max_position_embeddings=20)
+    load_runner(folder, kv_cache_bytes=2**18, block_size=16).warm_up()
+
+
 class TimedRunner:
     """A real runner on a machine of known speed: its clock stands still but for what it is asked to do."""
 

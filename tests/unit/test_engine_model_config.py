@@ -113,6 +113,12 @@ def test_windows(tmp_path: Path, config: dict[str, Any], windows: tuple[int | No
         {"rope_parameters": YARN_SCALING | {"truncate": False, "beta_fast": 16, "beta_slow": 2}},
         {"rope_parameters": YARN_SCALING | {"mscale": 1.0, "mscale_all_dim": 0.5}},
         {"rope_parameters": YARN_SCALING | {"attention_factor": 1.25}},
+        {"rope_parameters": YARN_SCALING, "original_max_position_embeddings": 96},
+        {"rope_parameters": LLAMA3_SCALING, "original_max_position_embeddings": 96},
+        {
+            "rope_parameters": {k: v for k, v in LLAMA3_SCALING.items() if not k.startswith("original")},
+            "original_max_position_embeddings": 96,
+        },
     ],
     ids=str,
 )
@@ -189,6 +195,7 @@ def test_a_file_means_what_it_means_to_transformers(tmp_path: Path, architecture
         case _:
             kinds = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
             assert list(ours.windows) == kinds
+    theirs.standardize_rope_params()  # as the model does once more, when it has every key of the file
     rope = theirs.rope_parameters
     assert ours.rope.theta == rope["rope_theta"]
     scalings = {"default": type(None), "linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
@@ -217,6 +224,7 @@ def test_rope_of_older_files(tmp_path: Path) -> None:
 def test_end_of_sequence_tokens(
     tmp_path: Path, stated: object, generation: dict[str, Any] | None, expected: set[int]
 ) -> None:
+    """With a `generation_config.json` that states none, `generate` would end at none."""
     assert read(tmp_path, LLAMA | {"eos_token_id": stated}, generation).eos_token_ids == expected
 
 

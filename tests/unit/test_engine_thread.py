@@ -69,6 +69,14 @@ def test_closing_waits_for_work_whose_loop_is_gone() -> None:
     assert done.is_set()
 
 
+async def test_work_that_never_ends_does_not_keep_the_process() -> None:
+    thread, device = EngineThread("worker"), threading.Event()
+    thread.run(device.wait)
+    assert not thread.close(0.05)
+    device.set()
+    assert thread.close()
+
+
 async def test_a_closed_thread_refuses_work() -> None:
     thread = EngineThread("worker")
     thread.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from common.contract.errors import OperatorError
 from common.engine import linear, native
@@ -70,6 +71,20 @@ def test_shards_are_the_same_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(left.qkv.weight, right.qkv.weight)
         assert torch.equal(left.down.weight, right.down.weight)
     assert seen == [(done, 21) for done in range(1, 22)]
+
+
+@pytest.mark.parametrize("shards_stay", [True, False])
+def test_a_single_file_comes_before_an_index_as_it_does_for_transformers(tmp_path: Path, shards_stay: bool) -> None:
+    """`save_pretrained` of one file leaves the index of earlier shards, and people leave the shards."""
+    folder = make_checkpoint("llama", tmp_path / "model", seed=1, sharded=True)
+    shards = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    make_checkpoint("llama", folder, seed=2)
+    assert (folder / "model.safetensors.index.json").exists()
+    if shards_stay:
+        for name, content in shards.items():
+            (folder / name).write_bytes(content)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(load(folder).lm_head.weight, theirs.lm_head.weight)
 
 
 def test_a_tied_head_may_be_present_absent_or_the_only_copy(tmp_path: Path) -> None:

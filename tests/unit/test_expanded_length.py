@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from gateway.intake.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
+from gateway.intake.json_schemas import refuse_unenforceable
 from gateway.intake.structured_output import compile_grammar
 
 
@@ -24,6 +29,11 @@ from gateway.intake.structured_output import compile_grammar
         (r"\p{L}{6}", 6),
         ("a{1000000000}", 10**9),
         ("x|(a{1000}){1000}", 10**6 + 1),
+        ("(?:ab){ 3 }", 6),
+        ("(?P<name>a{4}:){5}", 25),
+        ("([[a])]b){3}", 6),
+        (r"[[:alpha:]\]]{4}x", 5),
+        ("a[b", 2),
     ],
 )
 def test_of_an_expression(expression: str, length: int) -> None:
@@ -90,3 +100,90 @@ def test_a_string_that_nobody_could_wait_for_is_refused() -> None:
 def test_a_repetition_that_takes_a_worker_tens_of_milliseconds_a_token_is_refused() -> None:
     assert "written out" in compile_grammar("regex", "a{99999}")[1]
     assert compile_grammar("regex", f"a{{{MAX_EXPANDED - 100}}}")[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "(?P<name>a{1000000000}:)"),
+        ("regex", "([[a])]b{200}){200}"),
+        ("regex", "a{ 1000000000}"),
+        ("grammar", "start: /x\n.{1000000000}/"),
+        ("grammar", 'start: "a"~1"b"{1000000000}'),
+        ("grammar", 'start: a{200}\na[stop="]"]: "x"{200}'),
+        ("grammar", 'start: aB{200}\na: "y"\nB: "x"{200}'),
+        ("grammar", 'start: "a" # "\n  | A{200} # "\nA: "x"{200}'),
+        ("grammar", 'root ::= [/] big{200} [/]\nbig ::= "x"{200}'),
+        ("grammar", "start: R0{200}\n" + "\n".join(f"R{n}: R{n + 1}" for n in range(300)) + '\nR300: "x"{200}'),
+    ],
+)
+def test_no_notation_hides_a_repetition(kind: str, text: str) -> None:
+    assert "written out" in compile_grammar(kind, text)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "(?x) a{1000000000} # ["),
+        ("regex", "(?ix:a )b"),
+        ("grammar", "start: /a{1000000000} # [/x"),
+        ("json_schema", '{"type": "string", "pattern": "(?x)a"}'),
+    ],
+)
+def test_white_space_and_comments_in_an_expression_are_refused(kind: str, text: str) -> None:
+    assert "flag x" in compile_grammar(kind, text)[1]
+
+
+@contextmanager
+def linear() -> Iterator[None]:
+    """Fails if the body takes more than 5 s of this thread; reading the rest again and again would take minutes."""
+    before = time.thread_time()
+    yield
+    assert time.thread_time() - before < 5
+
+
+@pytest.mark.parametrize("part", ["[", "[^", "[]", "[[:a", "(?", "(?P<", "(?a", "{1", "{ ", r"\p{", r"\\"])
+@pytest.mark.parametrize("end", ["", "\\", "|" * 2**15], ids=["alone", "escape", "bars"])
+def test_what_an_expression_does_not_close_is_read_once(part: str, end: str) -> None:
+    with linear():
+        expanded_length(part * (2**16 // len(part)) + end)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "part"),
+    [
+        ('start: "', r"\""),
+        ("start: /", r"\/"),
+        ("start: ", '"\n'),
+        ("start: ", "/["),
+        ("start: ", "a["),
+        ("start: ", "{1"),
+        ("start: ", "{ "),
+        ("start: ", "a<"),
+        ("start: ", "a: "),
+        ("start: ", "a:a\n"),
+    ],
+)
+def test_what_a_grammar_does_not_close_is_read_once(beginning: str, part: str) -> None:
+    with linear():
+        expanded_grammar_length(beginning + part * (2**16 // len(part)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\n" * 2**16, "root ::= a\na ::= b\n" * 3000, "start" + " " * 2**16],
+    ids=["blank lines", "many rules", "spaces"],
+)
+def test_what_notation_a_grammar_is_in_is_found_at_once(text: str) -> None:
+    with linear():
+        assert compile_grammar("grammar", text)[1]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["[" * 20_000 + "|" * 40_000, "[a" * 30_000, "[-" * 30_000, "[^a-" * 15_000],
+    ids=["bars", "one", "dash", "others"],
+)
+def test_sets_of_a_pattern_are_read_once(pattern: str) -> None:
+    with linear():
+        refuse_unenforceable({"type": "string", "pattern": pattern})

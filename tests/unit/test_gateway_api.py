@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -60,6 +61,22 @@ async def test_completion() -> None:
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert generator.generations[0].token_ids == (BOS, *encode("hello"))
+
+
+async def test_the_answer_in_the_readme_has_the_fields_of_an_answer() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    example = readme.partition("<!-- example output -->")[2].partition("<!-- /example output -->")[0]
+    shown = json.loads(example[example.index('{"id"') : example.rindex("}") + 1])
+    status, answer, _ = await post(CHAT_PATH, CHAT)
+    assert status == 200
+    assert fields(answer) == fields(shown)
+
+
+def fields(value: Any) -> Any:
+    """The names of the members of a JSON value, at every depth."""
+    if isinstance(value, dict):
+        return {name: fields(each) for name, each in value.items()}
+    return [fields(each) for each in value] if isinstance(value, list) else None
 
 
 async def test_chat() -> None:

@@ -194,6 +194,7 @@ def test_only_what_is_exact_has_no_fraction(num_bytes: int, text: str) -> None:
         (without("hidden_size") | {"head_dim": 8}, (3, 2, 8, "bfloat16")),
         (without("dtype") | {"torch_dtype": "float16"}, (3, 2, 16, "float16")),
         (without("dtype"), (3, 2, 16, None)),
+        (CONFIG | {"dtype": "torch.float16"}, (3, 2, 16, "float16")),
     ],
 )
 def test_shape_of_a_configuration(
@@ -202,6 +203,20 @@ def test_shape_of_a_configuration(
     num_layers, num_kv_heads, head_dim, dtype = shape
     expected = KVShape(num_layers=num_layers, num_heads=4, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     assert find_shape(str(write(tmp_path, config))) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_file_does_not_state_is_what_the_engine_takes_for_it(family: str, tmp_path: Path) -> None:
+    """Each family has defaults of its own."""
+    shape: dict[str, Any] = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+        "intermediate_size": 64,
+    }
+    shape |= {"vocab_size": 384, "max_position_embeddings": 64, "dtype": "float16"}
+    write(tmp_path, shape | {"architectures": [ARCHITECTURES[family]], "model_type": family})
+    assert read_shape(tmp_path).layout(16, "auto") == ModelConfig.from_folder(tmp_path).layout(16, "float16")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

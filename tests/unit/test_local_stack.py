@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
+import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,53 @@ async def test_a_port_on_which_somebody_listens_is_not_reserved() -> None:
         with pytest.raises(OperatorError, match=f"cannot bind the API's port 127.0.0.1:{port}"):
             stack._reserve("127.0.0.1", port, "the API's port ")
     await stack.stop()
+
+
+@pytest.mark.parametrize("name", ["TENSOR_PARALLEL", "GPU_SHARE"])
+async def test_what_the_stack_decides_is_not_silently_ignored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"BATON_{name}", "1")
+    stack = NotStarted(ServeSettings(port=0))
+    with pytest.raises(OperatorError, match=f"BATON_{name} does not reach the workers"):
+        await stack.start()
+    await stack.stop()
+
+
+class Scarce(LocalStack):
+    """Some of its processes cannot be started."""
+
+    def __init__(self, missing: Collection[int]) -> None:
+        super().__init__(ServeSettings())
+        self.missing, self.num_tried = missing, 0
+
+    async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
+        self.num_tried += 1
+        if self.num_tried in self.missing:
+            raise OSError(errno.EAGAIN, "no more processes")
+        return await asyncio.create_subprocess_exec("true")
+
+
+@pytest.mark.processes
+async def test_a_process_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that has ended: the others serve meanwhile."""
+    child, stack = Child("decode-0", "decode", []), Scarce({2})
+    stack._serves = True
+    monkeypatch.setattr(child.restarts, "ended", lambda now: 0.0 if stack.num_tried < 3 else None)
+    with pytest.raises(OperatorError, match="the stack gives it up"):
+        await stack._keep(child)
+    assert stack.num_tried == 3
+    assert "decode-0 ended with no process (no more processes)" in caplog.text
+
+
+async def test_a_process_that_cannot_be_started_at_all_is_an_operators_error() -> None:
+    with pytest.raises(OperatorError, match=r"decode-0 ended with no process \(no more processes\) while starting"):
+        await Scarce({1})._keep(Child("decode-0", "decode", []))
+
+
+def test_a_stack_without_an_output_for_errors_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    LocalStack(ServeSettings())._screen.show([])
 
 
 def test_requests_wait_for_a_worker_that_is_restarted_unless_a_variable_says_otherwise(

@@ -60,6 +60,16 @@ async def test_a_request_goes_from_prefill_to_decode(bench: Bench) -> None:
     await task
 
 
+async def test_all_choices_of_a_request_are_one_handoff(bench: Bench) -> None:
+    key, task = await bench.request(n=4)
+    for choice in range(4):
+        bench.tokens(P, key, 0, 10, choice=choice)
+        bench.tokens(D, key, 0, 10, 11, choice=choice, reason="stop")
+    await task
+    assert seen(bench)["handoffs"] == [{"prefill": P, "decode": D, "count": 1}]
+    assert bench.counted("handoffs_total") == 1
+
+
 async def test_a_decode_worker_alone_hands_nothing_off() -> None:
     bench = Bench(prefill=())
     key, task = await bench.request()

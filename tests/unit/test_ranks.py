@@ -205,7 +205,7 @@ def test_a_cache_without_a_block_is_refused(folder: Path) -> None:
 
 def test_without_a_compiler_there_are_no_groups(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "compiled", lambda: None)
-    with pytest.raises(OperatorError, match="needs a C compiler"):
+    with pytest.raises(OperatorError, match="needs the kernels in C"):
         load(folder, 2)
 
 

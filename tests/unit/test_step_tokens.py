@@ -98,6 +98,7 @@ async def test_a_token_that_is_known_is_dropped_and_one_too_many_is_a_gap(bench:
         bench.say(decode, step(bench, (key, 0, position, 10 + position)))
     asked = [each for each in bench.link(decode).sent if isinstance(each, Resend)]
     assert [each.position for each in asked] == [len(PROMPT) + 2], "a gap is asked for once"
+    assert (bench.dispatcher.num_duplicates, bench.dispatcher.num_gaps) == (1, 2), "while the request goes on"
     bench.tokens(decode, key, 2, 12, 13, 14)
     bench.say(decode, step(bench, (key, 0, 5, 15)))
     bench.tokens(decode, key, 6, 16, reason="stop")

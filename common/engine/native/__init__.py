@@ -477,7 +477,7 @@ def kernels() -> Kernels | None:
         return _load()
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         detail = error.stderr[-500:] if isinstance(error, subprocess.CalledProcessError) else error
-        log.warning("no C kernels, so that the CPU computes more slowly: %s", detail)
+        log.warning("no C kernels, which GCC 12 or later compiles, so that the CPU computes more slowly: %s", detail)
         return None
 
 

@@ -162,19 +162,19 @@ class ControlClient:
         finally:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            if self.state is LinkState.OPEN:
-                self._try_send(encode(self._me, [Goodbye()]))
-            self.state = LinkState.CLOSED
+            self.retire()
             self._socket.close(linger=100)
 
     def retire(self) -> None:
-        """Send and accept nothing any more, except the Goodbye of an open session.
+        """Say Goodbye in an open session; send and accept nothing any more.
 
         The code that cancels `run` calls this first: `run` takes some turns of the event loop to end, and by then
         another worker may be at this address, or another link to it may exist.
         """
-        if self.state is not LinkState.OPEN:
-            self.state = LinkState.CLOSED
+        if self.state is LinkState.OPEN:
+            self._try_send(encode(self._me, [Goodbye()]))
+        self.state = LinkState.CLOSED
+        self._resyncing = False
 
     def send(self, message: Message) -> None:
         """Send within the session; no effect without one (`on_lost` was called, or will be)."""

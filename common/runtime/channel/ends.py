@@ -38,6 +38,12 @@ class Traffic:
     resyncs: int = 0
     """Number of times that a session was opened again because messages may have been lost."""
 
+    def add(self, other: Traffic) -> None:
+        """Add the counts of another end."""
+        self.frames_refused += other.frames_refused
+        self.sessions_lost += other.sessions_lost
+        self.resyncs += other.resyncs
+
 
 class Outbox:
     """Messages for one peer, in order, that ZeroMQ has not accepted yet."""
