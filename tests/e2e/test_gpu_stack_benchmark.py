@@ -31,7 +31,9 @@ def test_a_system_is_measured_round_by_round(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(stack, "LENGTHS", (*stack.LENGTHS[:-1], "20"))
     rows = list(stack.run(system, str(tmp_path)))
     rounds = 1 if system == "static batching" else 2
-    assert [(each["system"], each["round"], each["failed"]) for each in rows] == [(system, each, 0) for each in range(rounds)]
+    assert [(each["system"], each["round"], each["failed"]) for each in rows] == [
+        (system, each, 0) for each in range(rounds)
+    ]
     assert all(each["output_tokens_per_s"] > 0 for each in rows)
 
 
