@@ -73,7 +73,13 @@ def scheduler_cost(figures: Figures) -> str:
     return f"{figures['running']['1024']['p50_us'] / 1e3:.2f} ms; {round(queue, 1) + 0.0:.1f} ms"  # + 0.0: no "-0.0"
 
 
-AT_A_GLANCE: tuple[tuple[str, str, str | Callable[[Figures], str]], ...] = (
+def scheduler_aim(figures: Figures) -> str:
+    """What `scheduler_cost` returns, and whether it misses the aim."""
+    missed = ", missed" if figures["running"]["1024"]["p50_us"] > 1000 else ""
+    return f"scheduling a step of 1,024 sequences (the aim: 1 ms{missed}); what 100,000 queued requests add to a step"
+
+
+AT_A_GLANCE: tuple[tuple[str, str | Callable[[Figures], str], str | Callable[[Figures], str]], ...] = (
     (
         "recovery",
         "kill -9 of a decode worker: its stream stands still for",
@@ -86,7 +92,7 @@ AT_A_GLANCE: tuple[tuple[str, str, str | Callable[[Figures], str]], ...] = (
     ),
     (
         "idle",
-        "the whole stack without a request, of one core",
+        "CPU use of the idle stack, share of one core",
         "{total_percent_of_a_core[p50]:.2f} % "
         "({total_percent_of_a_core[min]:.2f} to {total_percent_of_a_core[max]:.2f})",
     ),
@@ -111,14 +117,18 @@ AT_A_GLANCE: tuple[tuple[str, str, str | Callable[[Figures], str]], ...] = (
         "a worker of the 0.5B model in float32, beyond its weights and its KV cache; at its peak, with them",
         "{rows[2][beyond_mib]:,} MiB; {rows[2][peak_mib]:,} MiB",
     ),
-    ("reserve", "5 % of the cache in reserve, on modelled time: preempted, at most; blocks in use", reserve),
+    (
+        "reserve",
+        "share of requests preempted (at most) and of blocks in use, with 5 % of the cache reserved (simulated time)",
+        reserve,
+    ),
     (
         "scheduler-cost",
-        "scheduling a step of 1,024 sequences (the aim: 1 ms); what 100,000 queued requests add to a step",
+        scheduler_aim,
         scheduler_cost,
     ),
 )
-"""(record, what is told, the form of its figures or a function of them)."""
+"""(record, what is told or a function of the figures, the form of its figures or a function of them)."""
 GLANCED = tuple(dict.fromkeys(name for name, _, _ in AT_A_GLANCE))
 
 
@@ -129,7 +139,8 @@ def at_a_glance(*runs: Run | None) -> str:
     for name, told, form in AT_A_GLANCE:
         if (figures := found.get(name)) is not None:
             value = form(figures) if callable(form) else form.format(**figures)
-            rows.append([told.format(**figures), value, f"[record](benchmarks/results/{name}.json)"])
+            what = told(figures) if callable(told) else told.format(**figures)
+            rows.append([what, value, f"[record](benchmarks/results/{name}.json)"])
     return table(["", "measured", ""], rows)
 
 

@@ -46,11 +46,11 @@ from common.worker.events import (
     HelloReceived,
     MaskMade,
     PeerLost,
+    PlannedStep,
     Received,
     StepEnded,
     StepWanted,
     Ticked,
-    Work,
 )
 from common.worker.exchange import Exchange
 from common.worker.front import Front
@@ -59,7 +59,7 @@ from decode_worker import view
 from decode_worker.answers import Answers
 from decode_worker.book import Book
 from decode_worker.draft_model import DraftModel
-from decode_worker.entrance import PLACES
+from decode_worker.entrance import NOT_BEGUN
 from decode_worker.migration import Arrivals, Departures, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import (
@@ -192,16 +192,16 @@ class DecodeCore:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def _on_step_wanted(self, before: Work | None) -> None:
+    def _on_step_wanted(self, before: PlannedStep | None) -> None:
         """Plan the next step, if there is anything to compute. Without one, nothing runs until another event."""
-        planned: DecodePlan | None = None if before is None else before.step
+        planned: DecodePlan | None = None if before is None else before.plan
         if planned is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(planned.step)):
             return
         if self.steps.plan(planned) or planned is not None:
             return
         self.front.tell_turn()
         self.departures.cut()
-        self._agenda.emit_last(PlanWanted(before))
+        self._agenda.emit_last(PlanWanted(None))
 
     def _on_plan_wanted(self) -> None:
         """The last plan was empty. Plan again, if what followed from it has left something to compute."""
@@ -430,7 +430,7 @@ class DecodeCore:
         self.front.check_invariants()
         self.scheduler.check_invariants()
         assert all(request.state is RequestState.FINISHED for request in self.book.finished.values())
-        here = {request for request in self.book.requests.values() if request.state in PLACES}
+        here = {request for request in self.book.requests.values() if request.state in NOT_BEGUN}
         assert here == self.scheduler.entrance.requests()
         for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.choices), request.story

@@ -25,7 +25,7 @@ from decode_worker.running_batch import RunningBatch, seniority
 
 _LOOK_AHEAD = 4
 """Waiting requests that are tried if the first of them does not fit."""
-PLACES = (RequestState.WAITING, RequestState.RESERVED, RequestState.COMPUTING)
+NOT_BEGUN = (RequestState.WAITING, RequestState.RESERVED, RequestState.COMPUTING)
 """States of a request that has come in and has not begun."""
 
 
@@ -109,7 +109,7 @@ class Entrance:
         self._look_again = True
 
     def requests(self) -> set[DecodeRequest]:
-        """The requests that have come in and have not begun: those in one of `PLACES`."""
+        """The requests that have come in and have not begun: those in one of `NOT_BEGUN`."""
         return {*self.waiting, *self.reserved, *self._prompts.of_requests}
 
     def forget(self, request: DecodeRequest) -> list[int]:

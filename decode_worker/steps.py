@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from common.contract.messages.gateway import TRIAL_TOKENS
 from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Scored
 from common.engine.block_pool import BlockPool
 from common.engine.model_config import ModelConfig
@@ -12,9 +13,8 @@ from common.engine.prompt import first_tokens
 from common.engine.sequence import finish_reason
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
-from common.scheduling.trials import TRIAL_TOKENS
 from common.worker.agenda import Agenda
-from common.worker.events import Compute, StepEnded, Work
+from common.worker.events import Compute, PlannedStep, StepEnded
 from common.worker.front import Front
 from decode_worker.answers import Answers
 from decode_worker.book import Book
@@ -92,8 +92,8 @@ class DecodeSteps:
         if step.decodes:
             decodes_before = () if step_before is None else step_before.decodes
             decoding = self._columns.decoding(step.decodes, decodes_before, step.drafts)
-        work = Work(
-            step=DecodePlan(number, step, decoding),
+        work = PlannedStep(
+            plan=DecodePlan(number, step, decoding),
             slices=step.slices(),
             decodes=None if decoding is None else decoding.decodes,
             copies=step.copies,
@@ -110,7 +110,7 @@ class DecodeSteps:
 
     def ended(self, ended: StepEnded) -> None:
         """Process a step's outcomes."""
-        planned: DecodePlan = ended.work.step
+        planned: DecodePlan = ended.work.plan
         self._totals.block_steps += self._pool.num_used
         self._pool.step_finished(planned.number)
         step, speculation = planned.step, self._scheduler.speculation

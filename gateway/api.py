@@ -30,7 +30,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from common.contract.errors import Cause
 from gateway.access.api_keys import Keyring
 from gateway.access.callers import CALLER, Caller, Callers, client_of
-from gateway.access.http_guard import Guard, as_api_error, has_ended, is_gone
+from gateway.access.http_guard import Guard, as_api_error, gateway_ended, is_gone
 from gateway.answer import answer_schemas as answers
 from gateway.answer.choice_stream import stream_pieces
 from gateway.answer.chunk_encoder import encode, encode_in_pieces
@@ -297,7 +297,7 @@ class _Api:
             raise
         except asyncio.CancelledError:
             if self._ending.is_reason():
-                failure = has_ended()
+                failure = gateway_ended()
                 life.failed(failure.cause, failure.message, self._clock())
                 raise failure from None
             why = "the client has left" if is_gone(request) else "the gateway has ended"

@@ -14,7 +14,7 @@ from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
 from common.worker.agenda import Agenda, PlanWanted
-from common.worker.events import Compute, StepEnded, Work
+from common.worker.events import Compute, PlannedStep, StepEnded
 from common.worker.exchange import Exchange
 from common.worker.front import Front
 from prefill_worker.prefix_pulls import PrefixPulls
@@ -65,7 +65,7 @@ class PrefillSteps:
         self._totals = totals
         self._fail = fail
 
-    def wanted(self, before: Work | None) -> None:
+    def wanted(self, before: PlannedStep | None) -> None:
         """Plan the next step. If the next waiting prompt lacks blocks, offers that nobody has attached to give theirs
         first."""
         if before is not None and self._scheduler.trials:
@@ -76,7 +76,7 @@ class PrefillSteps:
             self._lender.reclaim(missing, now - _RECLAIM_AGE_S)
         self._agenda.emit_last(PlanWanted(before))
 
-    def plan(self, before: Work | None) -> None:
+    def plan(self, before: PlannedStep | None) -> None:
         """Admit prompts that fit and plan the next step, now that the blocks of `wanted` are free."""
         now, held = self._agenda.now, False
         for request in self._scheduler.admit(now):
@@ -94,8 +94,8 @@ class PrefillSteps:
             if held:  # the pull may end at once: then the prompt is to be computed here
                 self._agenda.emit_last(PlanWanted(before))
             return
-        work = Work(
-            step=PrefillPlan(self._pool.step_started(), chunks),
+        work = PlannedStep(
+            plan=PrefillPlan(self._pool.step_started(), chunks),
             slices=[
                 prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
             ],
@@ -125,7 +125,7 @@ class PrefillSteps:
 
     def ended(self, ended: StepEnded) -> None:
         """Process a step's outcomes."""
-        planned: PrefillPlan = ended.work.step
+        planned: PrefillPlan = ended.work.plan
         self._pool.step_finished(planned.number)
         chunks = planned.chunks
         self._costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)

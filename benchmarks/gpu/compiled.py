@@ -174,11 +174,11 @@ def _compile_only() -> None:
     """Make every later launch of this process compile the kernel and not run it."""
     launch = JITFunction.run
 
-    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         _compiled.append(launch(kernel, *args, grid=grid, warmup=True, **options))
         return _compiled[-1]
 
-    JITFunction.run = compiled
+    JITFunction.run = keep
 
 
 def _binaries(case: Case) -> list[Binary]:

@@ -82,7 +82,7 @@ def copy_bytes_per_s() -> float:
 
 
 def read_bytes_per_s() -> float:
-    """Bytes read per second by the largest of 2 GiB of numbers, or by a copy of them, whichever is faster."""
+    """Bytes per second that memory gives to the largest of 2 GiB of numbers, or to a copy, which also writes."""
     source = torch.empty(2**29, dtype=torch.int32, device="cuda").random_()
     return max(source.nbytes / (1e-6 * graph_us([lambda: torch.amax(source)])), copy_bytes_per_s())
 

@@ -24,7 +24,7 @@ from benchmarks.gpu.timing import graph_us, num_copies
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.skinny import SkinnyTiling
-from common.engine.kernels.tuning import TABLE
+from common.engine.kernels.tuning import TABLE, measured_for
 
 _SHAPES = ((1, 1024), (1, 16384), (8, 1024), (8, 16384), (32, 4096), (64, 8192), (256, 1024))
 _BLOCK_SIZE = 64
@@ -92,16 +92,12 @@ def few_rows(out: str) -> Iterator[dict[str, Any]]:
 def write(entry: dict[str, Any], gpu: str, table_path: Path, out: Path) -> None:
     """Put an entry into the table in place of that for the same kernel and shape, and copy the table to `out`."""
     table = json.loads(table_path.read_text())
-    table[gpu] = [each for each in table.get(gpu, []) if _key(each) != _key(entry)] + [entry]
+    table[gpu] = [each for each in table.get(gpu, []) if measured_for(each) != measured_for(entry)] + [entry]
     text = json.dumps(table, indent=1) + "\n"
     for path in (table_path, out / table_path.name):
         half = path.with_suffix(".new")
         half.write_text(text)
         os.replace(half, path)
-
-
-def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return entry["kernel"], entry.get("head_dim"), entry["itemsize"], tuple(sorted(entry["shape"].items()))
 
 
 def decode_candidates() -> list[DecodeTiling]:
@@ -153,16 +149,14 @@ def _capability() -> int:
 def fitting(cases: Mapping[_Key, Sequence[Case]]) -> dict[_Key, list[Any]]:
     """The tilings that can be compiled, of which a multiprocessor has room for a program, and which keep most of what
     they use in registers, by key. All are compiled at once, on every core, which takes most of the time of tuning."""
-    made = compiled([case for of_key in cases.values() for case in of_key])
-
-    def fits(case: Case) -> bool:
-        binaries = next(made)
+    found: dict[_Key, list[Any]] = {key: [] for key in cases}
+    all_cases = [(key, case) for key, of_key in cases.items() for case in of_key]
+    for (key, case), binaries in zip(all_cases, compiled([case for _, case in all_cases]), strict=True):
         if isinstance(binaries, Exception):
             print(f"{case}: {binaries}", flush=True)
-            return False
-        return all(each.programs > 0 and each.stack_bytes <= MOST_STACK_BYTES for each in binaries)
-
-    return {key: [case.tiling for case in of_key if fits(case)] for key, of_key in cases.items()}
+        elif all(each.programs > 0 and each.stack_bytes <= MOST_STACK_BYTES for each in binaries):
+            found[key].append(case.tiling)
+    return found
 
 
 def timed(tilings: Sequence[_Tiling], us: Callable[[_Tiling], float]) -> list[tuple[float, _Tiling]]:

@@ -1,4 +1,5 @@
-"""Identities. Handles are unguessable, so no client can name the state of another client."""
+"""Identities. The ids of requests, leases and processes are random, so no client can name the state of another client.
+A handle is a plain counter: a gateway takes it only from the worker that it gave it to."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ ATTEMPT = Field(strict=True, ge=1, le=2**31)
 """Bounds of an attempt."""
 
 RequestId = NewType("RequestId", str)
-"""One request of one client, for the whole life of the request; drawn by the gateway, never taken from a client."""
+"""One request as processes know it, drawn at random and never taken from a client. A gateway draws one for each prompt,
+and one for each choice that parts from others (`gateway.serving.flow`), so a client's request may have several ids. A
+sink draws one for each prefix that it pulls."""
 
 Incarnation = NewType("Incarnation", str)
 """One run of one process, drawn at its start: a process restarted at the same address is another worker."""

@@ -118,8 +118,11 @@ def config_hash(folder: Path) -> str:
     """
     config = {key: value for key, value in read_config(folder).items() if key not in _VOLATILE_CONFIG_KEYS}
     digest = hashlib.sha256(_canonical(config))
-    if (folder / _GENERATION_CONFIG).exists():
-        digest.update(_canonical({"eos_token_id": read_config(folder, _GENERATION_CONFIG).get("eos_token_id")}))
+    ends = (
+        read_config(folder, _GENERATION_CONFIG).get("eos_token_id") if (folder / _GENERATION_CONFIG).exists() else None
+    )
+    if ends is not None:
+        digest.update(_canonical({"eos_token_id": ends}))
     for name in _TOKENIZER_PARTS:
         try:
             content = (folder / name).read_bytes()

@@ -33,7 +33,9 @@ ENV_PREFIX = "BATON_"
 _OTHER_PREFIXES = ("BATON_BENCH_", "BATON_KV_SIZE_")
 """Variables of `baton bench` and of `baton kv-size`, which the roles leave alone."""
 _SERVICE_VARIABLE = re.compile(r"BATON_\w+_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)")
-"""What Kubernetes sets in every pod beside a Service whose name begins with `baton-`. A port alone is then a URL."""
+"""What Kubernetes sets in every pod beside a Service whose name begins with `baton-`."""
+_BARE_PORT = re.compile(r"(?!.*_(SERVICE_PORT|PORT_\d+_(TCP|UDP)))\w+_PORT")
+"""A port without anything of a Service in its name: Kubernetes then sets a URL."""
 _RIDING_TOKENS = 128
 """Prompt tokens for which a token budget by default has room beside a full batch."""
 MAX_DRAFT_TOKENS = 15
@@ -460,6 +462,5 @@ def load(cls: type[Settings], program: str, arguments: Sequence[str]) -> Setting
 def _is_foreign(variable: str) -> bool:
     if variable.startswith(_OTHER_PREFIXES):
         return True
-    if variable.endswith("_PORT") and not variable.endswith("_SERVICE_PORT") and "://" not in os.environ[variable]:
-        return False
-    return _SERVICE_VARIABLE.fullmatch(variable) is not None
+    found = _SERVICE_VARIABLE.fullmatch(variable)
+    return found is not None and (not _BARE_PORT.fullmatch(variable) or "://" in os.environ[variable])

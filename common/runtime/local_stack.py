@@ -32,8 +32,11 @@ from common.runtime.worker_packages import require_worker_packages
 log = logging.getLogger(__name__)
 
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
-_OF_THE_STACK = {"TENSOR_PARALLEL": "--prefill-tp and --decode-tp", "GPU_SHARE": "a free choice of GPUs"}
-"""Settings of workers that the stack decides, and what decides them."""
+_OF_THE_STACK = (
+    *("TENSOR_PARALLEL", "GPU_SHARE", "NUM_THREADS", "CONTROL_PORT", "HTTP_PORT"),
+    *("PREFILL_WORKERS", "DECODE_WORKERS"),
+)
+"""Settings of the roles that the stack decides."""
 _PATIENCE_S = "86400"
 """As long as a gateway can be told to wait for a worker."""
 
@@ -76,9 +79,6 @@ class LocalStack:
     async def start(self) -> str:
         """Start everything; the gateway's URL once the stack can serve. Raises `OperatorError`."""
         settings = self._settings
-        for name, what in _OF_THE_STACK.items():
-            if ENV_PREFIX + name in os.environ:
-                raise OperatorError(f"{ENV_PREFIX}{name} does not reach the workers of baton serve, which has {what}")
         port = self._reserve(settings.host, settings.port, "the API's port ")
         admin_port = self._reserve("127.0.0.1", settings.admin_port, "the admin port ")
         pools = {"prefill": settings.prefill, "decode": settings.decode, "latency": settings.latency}
@@ -184,20 +184,20 @@ class LocalStack:
             try:
                 process = await self._spawn(child)
             except OSError as error:  # no memory, no descriptor, no process
-                how = f"no process ({error.strerror})"
+                how = f"could not be started: {error.strerror}"
             else:
-                how = _describe_exit(await process.wait())
+                how = f"ended with {_describe_exit(await process.wait())}"
             if not self._serves:
-                raise OperatorError(f"{child.name} ended with {how} while starting (see the log above)")
+                raise OperatorError(f"{child.name} {how} while starting (see the log above)")
             if self._settings.restart == "never":
-                raise OperatorError(f"ended unexpectedly: {child.name} with {how}; the stack stops (see the log above)")
+                raise OperatorError(f"{child.name} {how} unexpectedly; the stack stops (see the log above)")
             pause_s = child.restarts.ended(monotonic())
             if pause_s is None:
                 raise OperatorError(
-                    f"{child.name} ended with {how} after {MAX_RESTARTS} restarts in {WINDOW_S:.0f} s of service; the "
+                    f"{child.name} {how} after {MAX_RESTARTS} restarts in {WINDOW_S:.0f} s of service; the "
                     "stack gives it up and stops (see the log above)"
                 )
-            log.error("%s ended with %s; restart %d begins in %.1f s", child.name, how, child.restarts.num, pause_s)
+            log.error("%s %s; restart %d begins in %.1f s", child.name, how, child.restarts.num, pause_s)
             await asyncio.sleep(pause_s)
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
@@ -293,6 +293,15 @@ def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
+def refuse_variables_of_the_stack() -> None:
+    """Raise `OperatorError` for a variable that would reach no role."""
+    found = [ENV_PREFIX + name for name in _OF_THE_STACK if ENV_PREFIX + name in os.environ]
+    if found:
+        raise OperatorError(
+            f"{', '.join(found)}: baton serve decides these itself (the ranks of a worker by --prefill-tp, --decode-tp)"
+        )
+
+
 def _environment(settings: ServeSettings) -> dict[str, str]:
     """This process's: `BATON_*` reaches the roles too, beneath the options given here. Requests whose worker comes back
     wait for it as long as their own time allows, unless a variable says otherwise. No worker has to start again."""
@@ -348,6 +357,7 @@ def main() -> None:
 
     def body() -> None:
         settings = load(ServeSettings, "baton serve", sys.argv[1:])
+        refuse_variables_of_the_stack()
         require_worker_packages(settings.transport, settings.device)
         folder = resolve_model(settings.model, weights=True)
         configure_logging(settings.log_level, "baton serve", settings.log_format)

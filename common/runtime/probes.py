@@ -72,7 +72,7 @@ class _Connection(web.RequestHandler):
         """`connections` are those that are open, the oldest first."""
         super().__init__(server, loop=asyncio.get_running_loop(), access_log=cast(Any, None))
         self._connections = connections
-        self._open: asyncio.Transport | None = None
+        self._open: asyncio.Transport | None = None  # aiohttp forgets it when it closes it, with what nobody has read
         self._bound: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

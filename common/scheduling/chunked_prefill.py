@@ -1,9 +1,11 @@
 """Chunked prefill: which tokens of which prompts the next step computes, under one token budget.
 
 A step computes chunks of several prompts, those of the most urgent prompt first. Prompts are ordered by tier, then by
-deadline. A deadline is arrival + the tier's target + the time that the prompt's own uncached tokens take. So a short
-prompt comes before a long one that arrived a little earlier, but later prompts cannot pass a long one for ever. A lower
-tier whose oldest prompt has waited for more than `ageing_s` gets an eighth of each step's budget.
+deadline, which the worker's scheduler sets. In a decode worker it is arrival + the tier's target + the time that the
+prompt's own uncached tokens take. A prefill worker counts from admission instead of arrival, and adds the time of the
+backlog before the prompt. So a short prompt comes before a long one that arrived a little earlier, but later prompts
+cannot pass a long one for ever. A lower tier whose oldest prompt has waited for more than `ageing_s` gets an eighth of
+each step's budget.
 
 Pure state: no clock, no I/O.
 """

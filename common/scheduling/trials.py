@@ -21,8 +21,6 @@ from common.contract.messages.worker import Trial
 
 S = TypeVar("S")
 
-TRIAL_TOKENS: Final = 4
-"""A suspect is above suspicion once it has this many tokens beyond the place of the crash."""
 TRIAL_S: Final = 5.0
 """Longest time, in seconds, that all other requests wait for one suspect. Then it runs with them, uncleared."""
 NOTICE_S: Final = 0.005

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from common.contract.ids import Incarnation
 from common.contract.messages.fields import Message
-from common.worker.events import Action, Event, Work
+from common.worker.events import Action, Event, PlannedStep
 from kv_transfer.events import Consequence, Send
 
 _Item = TypeVar("_Item")
@@ -38,9 +38,10 @@ class Inbox(Generic[_Item]):
 
 @dataclass(frozen=True, slots=True)
 class PlanWanted(Consequence):
-    """A step is to be planned, now that everything else is settled."""
+    """A step is to be planned, now that everything else is settled: a prefill worker's next one, or a decode worker's
+    once more, after a plan that was empty."""
 
-    before: Work | None
+    before: PlannedStep | None
     """The step that still runs; None if none does."""
 
 

@@ -63,14 +63,14 @@ class StepWanted:
     """The engine is free for a step, or will be when the step `before` has ended. `Compute` follows if there is
     anything to compute that can be planned now."""
 
-    before: Work | None
+    before: PlannedStep | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
     """A step has ended."""
 
-    work: Work
+    work: PlannedStep
     chosen: Chosen | None
     """The tokens of `work.decodes`; None if there are none."""
     outcomes: Sequence[tuple[Sampled, ...]]
@@ -118,10 +118,10 @@ Event = (
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class PlannedStep:
     """A step that a core has planned."""
 
-    step: Any
+    plan: Any
     """The core's own record of the step."""
     slices: Sequence[Slice]
     decodes: Decodes | None = None
@@ -143,7 +143,7 @@ class Work:
 class Compute:
     """Compute this step next; `StepEnded` follows."""
 
-    work: Work
+    work: PlannedStep
 
 
 @dataclass(frozen=True, slots=True)

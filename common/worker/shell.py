@@ -40,12 +40,12 @@ from common.worker.events import (
     HelloReceived,
     MaskMade,
     PeerLost,
+    PlannedStep,
     Received,
     SessionOpened,
     StepEnded,
     StepWanted,
     Ticked,
-    Work,
 )
 from common.worker.front import Front
 from kv_transfer.events import Send
@@ -93,7 +93,7 @@ class Core(Protocol):
 class _InFlight:
     """A step that was handed to the engine."""
 
-    work: Work
+    work: PlannedStep
     submitted: asyncio.Future[Started]
     checksums: asyncio.Future[list[tuple[int, ...]]] | None
 
@@ -131,7 +131,7 @@ class WorkerShell:
             open_pulls=core.front.open_pulls,
         )
         self._masks = Masks(engine.runner.grammars)
-        self._planned: Work | None = None
+        self._planned: PlannedStep | None = None
         """The step that the core wants next."""
         self._wake = asyncio.Event()
         """Set after each event: there may be something to compute."""
@@ -207,12 +207,12 @@ class WorkerShell:
                 await self._finish(before)
                 before = None
 
-    def _plan(self, before: Work | None) -> Work | None:
+    def _plan(self, before: PlannedStep | None) -> PlannedStep | None:
         self._planned = None
         self._inbox.put(StepWanted(before))
         return self._planned
 
-    async def _submit(self, work: Work) -> _InFlight:
+    async def _submit(self, work: PlannedStep) -> _InFlight:
         if work.noticed:
             await asyncio.sleep(NOTICE_S)
         submitted = self._engine.submit(

@@ -114,7 +114,7 @@ class Guard:
         except asyncio.CancelledError:
             if not self._ending.is_reason():
                 raise
-            answer = as_api_error(has_ended())
+            answer = as_api_error(gateway_ended())
         except Exception as error:  # noqa: BLE001 (logged in as_api_error)
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
         return answer.response(self._limits.retry_after_s, headers)
@@ -140,7 +140,7 @@ def is_gone(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
-def has_ended() -> GenerationFailed:
+def gateway_ended() -> GenerationFailed:
     """The failure of a request that is still in flight when the gateway's shutdown grace is over."""
     return GenerationFailed(Cause.DRAINING, "this gateway ends, and the request was not done in time")
 

@@ -1,11 +1,15 @@
-"""Choice of the workers for a request. Pure functions of the registry's state and the prefix index.
+"""Choice of the workers for a request. Pure: a choice depends on the registry's state, on the part of the prompt that
+each worker probably has cached (`cached`), and, with `round_robin`, on whose turn it is.
 
-condition                          workers                                                   reason
+condition, in this order           workers                                                   reason
 no prefill workers exist           one decode worker, which computes the prompt too          colocated
-few tokens are left to compute     the same: a handoff would cost more than it saves         short
 no prefill worker is usable        the same, so that the request is served                   no_prefill_worker
 usable ones do not take it         the same                                                  refused
+few tokens are left to compute     the same, unless the handoff is sooner by a margin        short
 otherwise                          a prefill and a decode worker                             handoff
+
+Routes are compared by the time until the second token can follow. The reason is `short` in the second and third case,
+too, if few tokens are left to compute.
 
 The prefill worker is the one with the earliest expected first token (`gateway.dispatch.estimates`). The decode worker
 is, among those of the profile that the tier asks for (`gateway.dispatch.profiles`), the one with room soonest, then the

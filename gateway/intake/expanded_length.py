@@ -11,7 +11,7 @@ formed; and its time is linear: what is not closed takes the rest of the line or
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 MAX_EXPANDED: Final = 20_000
@@ -29,7 +29,7 @@ _LARK: Final = re.compile(
     r'"(?P<text>(?:\\[^\n]?|[^"\\\n]+)*)"?i?|(?:#|//)[^\n]*|<[^<>\s]+>'
     r"|/(?P<regex>(?:\\.?|[^/\\]+)+)/?(?P<flags>[imslux]*)"
     r"|[{~]\s*\+?(?P<least>\d+)(?:[\d\s,.]*\})?|(?P<open>[(\[{])|(?P<close>[)\]}])"
-    r"|(?P<name>_?(?:[A-Z][_A-Z0-9-]*|[a-z][_a-z0-9-]*))|::(?!=)|\S",
+    r"|(?P<name>_?(?:[A-Z][_A-Z0-9-]*|[a-z][_a-z0-9-]*))|\S",
     re.DOTALL,
 )
 """A token of a grammar, as the library's lexer splits it."""
@@ -41,8 +41,8 @@ def expanded_length(expression: str) -> int:
 
 
 def expanded_grammar_length(grammar: str) -> int:
-    """Expanded length of the longest rule of a grammar in Lark's notation or GBNF, with named rules inserted, in
-    characters. A rule that leads back to itself counts once, because it can always end. Raises `ValueError` for a
+    """Expanded length of the longest rule of a grammar in Lark's notation, with named rules inserted, in characters.
+    Rules that lead back to each other count once, all of them, because they can always end. Raises `ValueError` for a
     regular expression with the flag x."""
     bodies = _bodies(grammar)
     lengths: dict[str, int] = {}
@@ -56,19 +56,44 @@ def expanded_grammar_length(grammar: str) -> int:
             return expanded_length(token["regex"])
         return lengths.get(token["name"], 1) if token["name"] is not None else 0
 
-    left, begun = list(bodies), set[str]()
-    while left:
-        name = left[-1]
-        tokens = _LARK.finditer(bodies[name])
-        if name not in begun:
-            begun.add(name)
-            names = dict.fromkeys(token["name"] for token in tokens)
-            left += (each for each in names if each in bodies and each not in begun)
-        else:
-            left.pop()
-            if name not in lengths:
-                lengths[name] = min(_sum(tokens, length_of), 2**40)
+    named = {
+        rule: [each for each in dict.fromkeys(token["name"] for token in _LARK.finditer(body)) if each in bodies]
+        for rule, body in bodies.items()
+    }
+    for rules in _circles(named):
+        total = sum(_sum(_LARK.finditer(bodies[rule]), length_of) for rule in rules)
+        lengths.update(dict.fromkeys(rules, min(total, 2**40)))
     return max(lengths.values())
+
+
+def _circles(named: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
+    """The rules, together with those that lead back to them, after all that they name (Tarjan, "Depth-first search and
+    linear graph algorithms", 1972)."""
+    number: dict[str, int] = {}
+    least: dict[str, int] = {}
+    """The first of the rules to which one leads back, by number."""
+    open_ = dict[str, None]()
+    for first in named:
+        path = [] if first in number else [(first, iter(named[first]))]
+        while path:
+            rule, left = path[-1]
+            if rule not in number:
+                number[rule] = least[rule] = len(number)
+                open_[rule] = None
+            following = next((each for each in left if each not in number or each in open_), None)
+            if following is None:
+                path.pop()
+                if path:
+                    least[path[-1][0]] = min(least[path[-1][0]], least[rule])
+                if least[rule] == number[rule]:
+                    circle = [open_.popitem()[0]]
+                    while circle[-1] != rule:
+                        circle.append(open_.popitem()[0])
+                    yield circle
+            elif following in number:
+                least[rule] = min(least[rule], number[following])
+            else:
+                path.append((following, iter(named[following])))
 
 
 def _regex_tokens(expression: str) -> Iterator[re.Match[str]]:

@@ -131,7 +131,6 @@ class Attempt:
         """Whether any tokens came from the decode worker. If so, it holds the KV of all earlier tokens."""
         self.suspicion = max((choice.suspicion for choice in choices), key=list(Suspicion).index)
         """The strongest suspicion among its choices."""
-        self.over = False
         self.num_duplicates = 0
         self.num_gaps = 0
         self.cut: set[int] = set()

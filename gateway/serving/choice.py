@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.contract.messages.gateway import Suspicion
-from gateway.serving.suspicion import TRIAL_TOKENS, Share, suspicion_after
+from common.contract.messages.gateway import TRIAL_TOKENS, Suspicion
+from gateway.serving.suspicion import Share, suspicion_after
 from gateway.workers.worker_life import WorkerLife
 
 

@@ -15,8 +15,6 @@ from enum import StrEnum
 from common.contract.ids import RequestKey
 from common.contract.messages.gateway import Suspicion
 
-TRIAL_TOKENS = 4
-"""Tokens that a suspect must generate beyond its position at the crash to be no longer suspected."""
 MAX_CRASHES = 8
 """Crashes in everybody's steps that a choice may have been present at; one more fails it. This catches a request that
 crashes workers later than in its first steps."""

@@ -113,8 +113,12 @@ def test_what_a_gpu_was_not_measured_for_is_that_of_another_of_its_capability() 
     tuning = Tuning("B", ROOMY, table, like="A")
     assert tuning.prefill(head_dim=128, itemsize=2, block_size=64, group=4) == PrefillTiling(rows=64)
     assert decode_of(tuning) == SHORT
-    own = entry(MANY, group=4, num_rows=2048, max_seq_len=1024, block_size=64)
-    assert decode_of(Tuning("B", ROOMY, table | {"B": [own]}, like="A")) == MANY
+    many = {"group": 4, "num_rows": 2048, "max_seq_len": 1024, "block_size": 64}
+    own = Tuning("B", ROOMY, table | {"B": [entry(MANY, **many)]}, like="A")
+    assert decode_of(own) == SHORT
+    assert own.decode(head_dim=128, itemsize=2, **many) == MANY
+    instead = entry(MANY, group=4, num_rows=8, max_seq_len=1024, block_size=64)
+    assert decode_of(Tuning("B", ROOMY, table | {"B": [instead]}, like="A")) == MANY
 
 
 def test_large_heads_have_smaller_tiles_where_there_is_less_shared_memory() -> None:

@@ -41,7 +41,7 @@ from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.trials import TrialFeed
 from common.worker.agenda import Agenda
-from common.worker.events import Work
+from common.worker.events import PlannedStep
 from common.worker.front import Front
 from decode_worker.admission import Admission
 from decode_worker.answers import Answers
@@ -285,13 +285,13 @@ class _Reader:
         """What has happened, whenever it was."""
         return tuple(at is None for at in (times.told_at, times.reserved_at, times.read_at))
 
-    def work(self, work: Work) -> Any:
+    def work(self, work: PlannedStep) -> Any:
         """A step in flight."""
         slices = [
             (each.start, len(each.token_ids), tuple(each.block_table), each.follows, len(each.samples))
             for each in slices_in(work)
         ]
-        return self.read(work.step), tuple(slices)
+        return self.read(work.plan), tuple(slices)
 
 
 def _nothing(_: _Reader, value: object) -> str:
@@ -340,7 +340,7 @@ _READERS_OF: dict[type, Callable[[_Reader, Any], Any]] = {
     Admission: _Reader.admission,
     Pulls: _Reader.pulls,
     PullTimes: _Reader.times,
-    Work: _Reader.work,
+    PlannedStep: _Reader.work,
     Answers: _nothing,  # holds nothing between events
     DecodeSteps: _nothing,  # has copies of what sequences have
     PrefillSteps: _nothing,

@@ -35,11 +35,11 @@ from common.worker.events import (
     Event,
     HelloReceived,
     PeerLost,
+    PlannedStep,
     Received,
     StepEnded,
     StepWanted,
     Ticked,
-    Work,
 )
 from decode_worker.core import DecodeCore
 from decode_worker.step import Step
@@ -117,7 +117,7 @@ _WELCOME = Welcome(
 """What a source says of itself."""
 
 
-def slices_in(work: Work) -> list[Slice]:
+def slices_in(work: PlannedStep) -> list[Slice]:
     """What a step computes: its decodes and its slices."""
     return [*slices_of(work.decodes), *work.slices]
 
@@ -179,9 +179,9 @@ class Worker:
             self.core = DecodeCore(DECODE, FACTS, _REGION)  # type: ignore[arg-type]
         self.memory: list[Block] = [EMPTY] * NUM_BLOCKS
         self.runs_ahead = bounds.runs_ahead
-        self.steps: list[Work] = []
+        self.steps: list[PlannedStep] = []
         """Steps in flight, the oldest first: one, or two if the next step is planned while one runs."""
-        self.followed: Work | None = None
+        self.followed: PlannedStep | None = None
         """The step in flight for which the core was asked for the next one."""
         self.reads: list[Read] = []
         self.agents: set[Incarnation] = set()

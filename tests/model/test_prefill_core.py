@@ -9,10 +9,10 @@ from handoff_bounds import BLOCK_SIZE
 from handoff_worker import _REGION, _WELCOME, PREFILL, Facts
 
 from common.contract.ids import Incarnation, RequestId
-from common.contract.messages.gateway import Abort, Prefill, PrefixHint, Source
+from common.contract.messages.gateway import Abort, Drain, Prefill, PrefixHint, Resume, Source
 from common.contract.sampling import SamplingParams
 from common.scheduling.costs import Costs
-from common.worker.events import Compute, HelloReceived, Received, StepWanted
+from common.worker.events import Compute, DrainWanted, HelloReceived, Received, StepWanted
 from kv_transfer.events import SourceOpened
 from prefill_worker.core import PrefillCore
 from prefill_worker.view import heartbeat, metrics
@@ -43,6 +43,19 @@ def held_by(incarnation: str) -> Prefill:
     """The prompt, all of which but for its last block that worker holds."""
     source = Source(address="d:1", incarnation=Incarnation(incarnation))
     return replace(_PROMPT, prefix=PrefixHint(source=source, num_tokens=_NUM_TOKENS - BLOCK_SIZE))
+
+
+@pytest.mark.parametrize("drained_before", [False, True])
+def test_a_worker_that_is_leaving_does_not_take_work_again(drained_before: bool) -> None:
+    core = prefill_core()
+    core.handle(Received(GATEWAY, Drain()), 0.0)
+    core.handle(Received(GATEWAY, Resume()), 0.0)
+    assert not core.front.draining
+    if drained_before:
+        core.handle(Received(GATEWAY, Drain()), 0.0)
+    core.handle(DrainWanted(), 0.0)
+    core.handle(Received(GATEWAY, Resume()), 0.0)
+    assert core.front.draining
 
 
 def planned(core: PrefillCore) -> list[int]:

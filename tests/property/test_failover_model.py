@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.messages.fields import Message
-from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, Resend, Suspicion
+from common.contract.messages.gateway import TRIAL_TOKENS, Abort, Ack, Decode, Prefill, Resend, Suspicion
 from common.contract.messages.session import Phase, Role
 from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, StepTokens, Tokens, Trial
 from common.contract.sampling import SamplingParams
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
-from common.scheduling.trials import TRIAL_TOKENS, TrialFeed, Trials
+from common.scheduling.trials import TrialFeed, Trials
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation, GenerationFailed
 from gateway.workers.registry import Registry

@@ -211,6 +211,8 @@ def test_the_hash_sees_another_tokenizer(folder: Path) -> None:
 def test_the_hash_sees_other_ends_of_sequences(folder: Path) -> None:
     """Workers take them from there: with others, a stream would go on elsewhere after its end."""
     hashes = {config_hash(folder)}
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert hashes == {config_hash(folder)}, "it names none"
     for ends in (1, [1, 2]):
         for version in ("5.1", "5.2"):
             stated = {"eos_token_id": ends, "temperature": 0.6, "transformers_version": version}

@@ -112,7 +112,12 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_no_error(
         "BATON_GATEWAY_SERVICE_HOST": "10.0.0.1",
         "BATON_GATEWAY_SERVICE_PORT": "8000",
         "BATON_GATEWAY_PORT": "tcp://10.0.0.1:8000",
+        "BATON_GATEWAY_PORT_8000_TCP": "tcp://10.0.0.1:8000",
         "BATON_GATEWAY_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "BATON_GATEWAY_PORT_8000_TCP_PORT": "8000",
+        "BATON_GATEWAY_PORT_8000_TCP_PROTO": "tcp",
+        "BATON_GATEWAY_SERVICE_PORT_HTTP": "8000",
+        "BATON_GATEWAY_SERVICE_PORT_ADMIN_PORT": "8001",
     }.items():
         monkeypatch.setenv(name, value)
     load(DecodeSettings, "baton decode", [])

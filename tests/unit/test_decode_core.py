@@ -123,7 +123,7 @@ def test_a_step_in_which_drafts_came_true_has_shorter_gaps() -> None:
     compute = driven.plan()
     assert compute is not None
     before = driven.core.totals.itl_s
-    driven.core.steps._learn(compute.work.step.step, 4, 0.02, 0.0)
+    driven.core.steps._learn(compute.work.plan.step, 4, 0.02, 0.0)
     assert driven.core.totals.itl_s == pytest.approx(0.9 * before + 0.1 * 0.02 / 4)
 
 

@@ -49,7 +49,9 @@ def test_of_an_expression(expression: str, length: int) -> None:
         ('start: a~4\na: "xy"', 8),
         ('start: ("a" "b"){5}', 10),
         ('start: "a" start | ', 2),
-        ('root ::= item{4}\nitem ::= "ab"', 8),
+        ("start: a{2}\na: b\nb: X | a\nX: /x{30}/", 64),
+        ("b: X | a\na: b\nstart: a{2}\nX: /x{30}/", 64),
+        ("X: /x{30}/\na: b\nb: c\nc: a | X\nstart: b{2}", 66),
     ],
 )
 def test_of_a_grammar(grammar: str, length: int) -> None:
@@ -114,6 +116,7 @@ def test_a_repetition_that_takes_a_worker_tens_of_milliseconds_a_token_is_refuse
         ("grammar", 'start: aB{200}\na: "y"\nB: "x"{200}'),
         ("grammar", 'start: "a" # "\n  | A{200} # "\nA: "x"{200}'),
         ("grammar", 'root ::= [/] big{200} [/]\nbig ::= "x"{200}'),
+        ("grammar", "start: a{2000}\na: b\nb: X | a\nX: /x{19000}/"),
         ("grammar", "start: R0{200}\n" + "\n".join(f"R{n}: R{n + 1}" for n in range(300)) + '\nR300: "x"{200}'),
     ],
 )

@@ -26,14 +26,14 @@ from flow_run import (
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, Suspicion
+from common.contract.messages.gateway import TRIAL_TOKENS, Abort, Ack, Decode, Prefill, Suspicion
 from common.contract.messages.session import Role
 from gateway.serving import flow as rules
 from gateway.serving.attempt import Deliver
 from gateway.serving.flow import FlowState
 from gateway.serving.flow_actions import Fail
 from gateway.serving.generation import Delta
-from gateway.serving.suspicion import MAX_CRASHES, TRIAL_TOKENS, Crash
+from gateway.serving.suspicion import MAX_CRASHES, Crash
 
 FINAL = (Cause.INVALID, Cause.DEADLINE)
 PASSING = [cause for cause in Cause if cause not in (*FINAL, Cause.POISON, Cause.CANCELLED)]

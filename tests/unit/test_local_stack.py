@@ -14,7 +14,7 @@ import pytest
 
 from common.contract.errors import OperatorError
 from common.runtime.config import GatewaySettings, ServeSettings, load
-from common.runtime.local_stack import Child, LocalStack, _environment
+from common.runtime.local_stack import Child, LocalStack, _environment, refuse_variables_of_the_stack
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operations" / "settings.md"
 
@@ -56,13 +56,12 @@ async def test_a_port_on_which_somebody_listens_is_not_reserved() -> None:
     await stack.stop()
 
 
-@pytest.mark.parametrize("name", ["TENSOR_PARALLEL", "GPU_SHARE"])
-async def test_what_the_stack_decides_is_not_silently_ignored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", ["TENSOR_PARALLEL", "GPU_SHARE", "NUM_THREADS", "HTTP_PORT", "PREFILL_WORKERS"])
+def test_what_the_stack_decides_is_not_silently_ignored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    refuse_variables_of_the_stack()
     monkeypatch.setenv(f"BATON_{name}", "1")
-    stack = NotStarted(ServeSettings(port=0))
-    with pytest.raises(OperatorError, match=f"BATON_{name} does not reach the workers"):
-        await stack.start()
-    await stack.stop()
+    with pytest.raises(OperatorError, match=f"BATON_{name}: baton serve decides"):
+        refuse_variables_of_the_stack()
 
 
 class Scarce(LocalStack):
@@ -90,11 +89,11 @@ async def test_a_process_that_cannot_be_started_is_tried_again(
     with pytest.raises(OperatorError, match="the stack gives it up"):
         await stack._keep(child)
     assert stack.num_tried == 3
-    assert "decode-0 ended with no process (no more processes)" in caplog.text
+    assert "decode-0 could not be started: no more processes; restart" in caplog.text
 
 
 async def test_a_process_that_cannot_be_started_at_all_is_an_operators_error() -> None:
-    with pytest.raises(OperatorError, match=r"decode-0 ended with no process \(no more processes\) while starting"):
+    with pytest.raises(OperatorError, match="decode-0 could not be started: no more processes while starting"):
         await Scarce({1})._keep(Child("decode-0", "decode", []))
 
 

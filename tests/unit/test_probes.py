@@ -51,7 +51,8 @@ async def test_a_connection_has_one_request(port: int) -> None:
         assert b"connection: close" in found.lower()
 
 
-async def test_connections_that_nobody_uses_keep_no_probe_out(port: int) -> None:
+async def test_connections_that_nobody_uses_keep_no_probe_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CONNECTION_S", 1000.0)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * MAX_CONNECTIONS)]
     for _, writer in idle[::2]:
         writer.write(b"GET /he")
@@ -75,7 +76,9 @@ async def test_a_request_must_come_in_time(port: int, monkeypatch: pytest.Monkey
     writer.close()
 
 
-async def test_an_answer_that_nobody_reads_delays_no_end() -> None:
+async def test_an_answer_that_nobody_reads_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CONNECTION_S", 1000.0)
+    monkeypatch.setattr(probes, "_SHUTDOWN_S", 1000.0)
     server = ProbeServer()
     server.probed = Large()
     port = await server.bind("127.0.0.1", 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import record, result_tables
-from benchmarks.overview_tables import OVERVIEWS, at_a_glance, beside_vllm, handoff, soaks
+from benchmarks.overview_tables import OVERVIEWS, at_a_glance, beside_vllm, handoff, scheduler_aim, soaks
 from benchmarks.record import RESULTS, Run, of_any_cpu
 from benchmarks.result_tables import grammars, matrix
 from benchmarks.results_page import MARKED, ONCE, PAGE, PAGES, PARTS, TABLES, part, rendered, source
@@ -228,6 +228,8 @@ def test_the_rest_at_a_glance() -> None:
         "1.14 ms; 0.3 ms",
     ]
     assert lines[-1].endswith("| [record](benchmarks/results/scheduler-cost.json) |")
+    for p50_us, aim in ((1000.0, "(the aim: 1 ms)"), (1000.1, "(the aim: 1 ms, missed)")):
+        assert aim in scheduler_aim({"running": {"1024": {"p50_us": p50_us}}})
     assert at_a_glance(None, runs[1], *[None] * 6).splitlines()[2:] == [lines[2]], "what is not recorded has no line"
 
 

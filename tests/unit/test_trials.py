@@ -13,12 +13,12 @@ from decode_bench import EAGER, Bench
 
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
-from common.contract.messages.gateway import Prefill, Suspicion
+from common.contract.messages.gateway import TRIAL_TOKENS, Prefill, Suspicion
 from common.contract.messages.worker import Trial
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
-from common.scheduling.trials import NOTICE_S, TRIAL_S, TRIAL_TOKENS, TrialFeed, Trials
+from common.scheduling.trials import NOTICE_S, TRIAL_S, TrialFeed, Trials
 from decode_worker.request import DecodeRequest
 from decode_worker.step import Step
 from prefill_worker.request import PrefillRequest

@@ -35,6 +35,10 @@ class Resume(Message):
     """Accept work again."""
 
 
+TRIAL_TOKENS = 4
+"""Tokens beyond its place at the crash after which a suspect is one no longer."""
+
+
 class Suspicion(StrEnum):
     """With which other requests the first steps of a request may be computed, given that it may crash a worker."""
 

@@ -1,9 +1,9 @@
 """The tiling with which a kernel is compiled: from a table of measurements for each GPU and shape, or a default.
 
 `tuning.json` maps a GPU's name to entries; an entry has the kernel, the shape that it was measured for and the tiling.
-A shape that is not in the table takes the nearest one that is, of the same head dimension and type. A kernel, head
-dimension and type that were not measured on a GPU take the entries of a GPU of its compute capability (`MEASURED`), or
-have defaults, which fit into the registers and the shared memory of every GPU from compute capability 8.0 on.
+A shape that is not in the table takes the nearest one that is, of the same head dimension and type. Shapes that were
+not measured on a GPU are those of a GPU of its compute capability (`MEASURED`). Without any there are defaults, which
+fit into the registers and the shared memory of every GPU from compute capability 8.0 on.
 Products of few rows are otherwise: a weight that is not in the table, or for which torch was quicker, is torch's.
 """
 
@@ -54,8 +54,8 @@ class Tuning:
         self._shared_bytes, self._copy_engine = shared_bytes, copy_engine
         table = _table() if table is None else table
         entries = list(table.get(gpu, []))
-        own = {_measured(each) for each in entries}
-        entries += [each for each in table.get(like or gpu, []) if _measured(each) not in own]
+        own = {measured_for(each) for each in entries}
+        entries += [each for each in table.get(like or gpu, []) if measured_for(each) not in own]
         self._entries = [each for each in entries if each["kernel"] not in KINDS]
         self._skinny: dict[tuple[Any, ...], SkinnyTiling | None] = {}
         """By kind, bytes of an element and shape; None where torch is quicker."""
@@ -135,10 +135,9 @@ class Tuning:
         return dict(min(entries, key=distance)["tiling"]) if entries else {}
 
 
-def _measured(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What an entry is measured for, but for the sizes of a batch."""
-    shape = entry["shape"]
-    return entry["kernel"], entry.get("head_dim"), entry["itemsize"], shape.get("outputs"), shape.get("inputs")
+def measured_for(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """What an entry of the table is measured for."""
+    return entry["kernel"], entry.get("head_dim"), entry["itemsize"], tuple(sorted(entry["shape"].items()))
 
 
 def _copied(head_dim: int, itemsize: int, block_size: int, tile: int) -> bool:
