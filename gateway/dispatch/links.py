@@ -232,8 +232,7 @@ class Links:
         """Handle the loss of messages to or from a worker."""
         self._registry.resynced(link.address)
         self._trials.pop(link.address, None)
-        listed = self._listed.get(link.address, frozenset())
-        self._requests.on_resync(link.address, listed, frozenset(welcome.open_requests))
+        self._requests.on_resync(link.address, self._listed[link.address], frozenset(welcome.open_requests))
 
     def on_message(self, link: ControlClient, message: Message) -> None:
         """Handle a message from a worker."""

@@ -29,7 +29,7 @@ from gateway.answer.answer_schemas import AnswerTimings
 
 DELAY_S = 0.75
 LONG_S = 4.0
-"""Beside which what happens between the client and the gateway is well below one percent."""
+"""Beside which what a gateway does not account for, on the way to it and back, is about one percent or less."""
 NUM_BLOCKS = 64
 NUM_TOKENS = 24
 PATIENT = ("--heartbeat-timeout-s", "10")

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,21 @@ def engine(runner: ModelRunner) -> Iterator[Engine]:
     engine = Engine(EngineThread("engine"), runner, fingerprint)
     yield engine
     engine.close()
+
+
+async def test_an_engine_whose_device_hangs_is_closed_without_it(
+    engine: Engine, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker's process can end; what the step still uses stays as it is."""
+    device, closed = threading.Event(), list[str]()
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "close", lambda: closed.append("runner"))
+        patched.setattr(engine._thread, "close", partial(engine._thread.close, 0.05))
+        engine.call(device.wait)
+        engine.close()
+    device.set()
+    assert closed == []
+    assert "a step does not end" in caplog.text
 
 
 def ask(token_ids: list[int], choice: int, sampling: SamplingParams) -> Sample:

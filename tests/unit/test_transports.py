@@ -203,11 +203,7 @@ def test_registrations_are_bounded(pair: Callable[..., Pair]) -> None:
         each = sources[index]
         cache.poison()
         read = sink.start_read(each.incarnation, [turn], [7])
-        give_up_s = time.monotonic() + END_BOUND_S
-        while read.state is ReadState.PENDING:
-            assert time.monotonic() < give_up_s
-            each.source.poll()
-            sink.poll()
+        poll_to_end(read, each.source, sink)
         assert read.state is ReadState.DONE
         assert cache.region.crc32([7]) == each.source_cache.region.crc32([turn])
         assert (sink.num_registrations, sink.num_evicted) == (3, num_evicted)
@@ -224,20 +220,12 @@ def test_a_read_that_waits_for_an_agent_is_not_overtaken(pair: Callable[..., Pai
     first = sink.start_read(busy.incarnation, [0], [0])
     waiting = sink.start_read(other.incarnation, [1], [1])
     later = sink.start_read(busy.incarnation, [2], [2])
-    give_up_s = time.monotonic() + END_BOUND_S
-    while first.state is ReadState.PENDING:
-        assert time.monotonic() < give_up_s
-        busy.source.poll()
-        sink.poll()
+    poll_to_end(first, busy.source, sink)
     for _ in range(20):
         busy.source.poll()
         sink.poll()
     assert (waiting.state, later.state) == (ReadState.PENDING,) * 2, "the fault: the other source is not polled"
-    while later.state is ReadState.PENDING:
-        assert time.monotonic() < give_up_s
-        for each in (busy, other):
-            each.source.poll()
-        sink.poll()
+    poll_to_end(later, busy.source, other.source, sink)
     assert (waiting.state, later.state) == (ReadState.DONE,) * 2
     sink.close()
 
@@ -276,12 +264,8 @@ def test_a_read_waits_for_an_agent_while_all_are_reading(pair: Callable[..., Pai
     assert waiting.state is ReadState.PENDING
     sink.drop_source(frozen.incarnation)
     assert stuck.state is ReadState.FAILED
-    give_up_s = time.monotonic() + END_BOUND_S
-    while waiting.state is ReadState.PENDING:
-        assert time.monotonic() < give_up_s
-        alive.source.poll()
-        sink.poll()
-    assert waiting.state is ReadState.DONE
+    poll_to_end(waiting, alive.source, sink)
+    assert (waiting.state, waiting.error) == (ReadState.DONE, "")
     assert cache.region.crc32([1]) == alive.source_cache.region.crc32([1])
     assert cache.is_poisoned([2])
     sink.start_read(alive.incarnation, [3], [3])
@@ -640,11 +624,13 @@ def test_a_source_may_not_send_a_zmq_sink_elsewhere(peers: str) -> None:
         liar.close()
 
 
-def poll_to_end(sink: Transport, read: Read) -> None:
+def poll_to_end(read: Read, *transports: Transport) -> None:
+    """Poll these until the read has ended."""
     give_up_s = time.monotonic() + END_BOUND_S
     while read.state is ReadState.PENDING:
         assert time.monotonic() < give_up_s
-        sink.poll()
+        for each in transports:
+            each.poll()
 
 
 def header(number: object, refused: object = "") -> bytes:
@@ -673,7 +659,7 @@ def test_a_lying_source_fails_the_read_and_writes_nothing(
     read = sink.start_read(liar.incarnation, [0], [0])
     peer, _ = liar.router.recv_multipart()
     liar.router.send_multipart([peer, *answer])
-    poll_to_end(sink, read)
+    poll_to_end(read, sink)
     assert read.state is ReadState.FAILED
     assert re.search(error, read.error)
     assert cache.is_poisoned(range(64))
@@ -703,7 +689,7 @@ def test_a_refused_read_leaves_the_others_of_its_connection(lied_to: tuple[Liar,
     liar.router.send_multipart([peer, header(1, "gone")])
     liar.router.send_multipart([peer, header(2), bytes(PIECE_BYTES)])  # of the read that has ended: dropped
     liar.router.send_multipart([peer, header(3), bytes(PIECE_BYTES)])
-    poll_to_end(sink, other)
+    poll_to_end(other, sink)
     assert (refused.state, other.state) == (ReadState.FAILED, ReadState.DONE)
     assert cache.is_poisoned([0, 1])
     assert not cache.blocks_NB[2].any()
@@ -715,7 +701,7 @@ def test_a_connection_that_broke_while_idle_is_made_anew(lied_to: tuple[Liar, Zm
         read = sink.start_read(liar.incarnation, [0], [0])
         peer, request = liar.router.recv_multipart()
         liar.router.send_multipart([peer, header(msgpack.unpackb(request)["number"]), bytes(PIECE_BYTES)])
-        poll_to_end(sink, read)
+        poll_to_end(read, sink)
         assert read.state is ReadState.DONE
         liar.reopen()
         time.sleep(0.2)  # the sink's end is told
@@ -726,7 +712,7 @@ def test_a_source_that_is_not_there_fails_the_read(lied_to: tuple[Liar, ZmqTrans
     liar.router.close()
     for _ in range(2):
         read = sink.start_read(liar.incarnation, [0], [0])
-        poll_to_end(sink, read)
+        poll_to_end(read, sink)
         assert read.state is ReadState.FAILED
         assert "lost" in read.error
 
