@@ -360,7 +360,7 @@ def test_a_killed_stack_leaves_no_orphans() -> None:
 
 
 async def test_a_chat_without_a_length_fits_into_small_workers_and_open_requests_survive_sigterm() -> None:
-    patient = {"BATON_SHUTDOWN_GRACE_S": "30"}  # its 1,000 tokens take seconds, and many where other tests run beside it
+    patient = {"BATON_SHUTDOWN_GRACE_S": "30"}  # 1,000 tokens take seconds, and many where other tests run beside this
     with Stack("--kv-cache-bytes", str(2 * 2**20), "--grace-s", "35", variables=patient) as stack:
         async with aiohttp.ClientSession(stack.url) as session:
             body = {"messages": [{"role": "user", "content": MIRA}], "ignore_eos": True}
