@@ -27,6 +27,7 @@ from benchmarks.systems import (
     compared_pairs,
     in_turns,
     length_options,
+    part,
     peers_of,
     started,
 )
@@ -109,7 +110,9 @@ def measure(
 
         for runs in in_turns(up, "rate", rates, rounds=rounds, minutes=minutes, load=load):
             figures = {**summary(runs), "runs": runs}
-            yield Result(name=by_cpu(f"goodput-{model}-{dtype}-{workload}"), figures=figures, peers=peers)
+            yield Result(
+                name=by_cpu(f"goodput-{model}-{dtype}-{workload}{part(systems)}"), figures=figures, peers=peers
+            )
 
 
 if __name__ == "__main__":

@@ -81,6 +81,12 @@ def peers_of(systems: Sequence[str], model: Model, dtype: str) -> dict[str, Any]
     return {"vllm": vllm.described(dtype, settings)} if forms else None
 
 
+def part(systems: Sequence[str]) -> str:
+    """The end of a record's name: of a part of the systems, such as those that fit into memory together, it names them,
+    so that it does not replace the record of all."""
+    return "" if tuple(systems) == SYSTEMS else "".join(f"-{name.replace(' ', '-')}" for name in systems)
+
+
 def length_options(workload: Workload, input_tokens: int, output_tokens: int) -> list[str]:
     """Options of the load generator for the lengths; the numbers of tokens are those of `fixed`."""
     if workload == "fixed":

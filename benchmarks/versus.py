@@ -23,6 +23,7 @@ from benchmarks.systems import (
     compared_pairs,
     in_turns,
     length_options,
+    part,
     peers_of,
     started,
 )
@@ -61,7 +62,7 @@ def measure(
 
         for runs in in_turns(up, "concurrency", concurrency, rounds=rounds, minutes=minutes, load=load):
             ratios = {"ratios": summary(runs), "runs": runs}
-            yield Result(name=by_cpu(f"versus-{model}-{dtype}-{workload}"), figures=ratios, peers=peers)
+            yield Result(name=by_cpu(f"versus-{model}-{dtype}-{workload}{part(systems)}"), figures=ratios, peers=peers)
 
 
 if __name__ == "__main__":

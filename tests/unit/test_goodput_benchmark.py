@@ -150,7 +150,7 @@ async def test_systems_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             ("baton pair", 2, 0),
             ("baton colocated", 2, 0),
         ]
-        assert made[-1].name == by_cpu("versus-15m-bfloat16-fixed")
+        assert made[-1].name == by_cpu("versus-15m-bfloat16-fixed-baton-pair-baton-colocated")
         got = [(sorted(each.bodies[:6]), sorted(each.bodies[6:])) for each in (one, other)]
         assert got[0] == got[1], "in the warm-up and in a round, all systems get the same prompts, in any order"
         assert [len(each) for each in got[0]] == [6, 6]
@@ -162,4 +162,4 @@ async def test_systems_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [(found[name]["good"], found[name]["failed"]) for name in systems] == [(4, 0), (0, 4)]
         highest = {name: each["highest_rate"] for name, each in made[-1].figures["systems"].items()}
         assert highest == {"baton pair": 40.0, "baton colocated": None}
-        assert made[-1].name == by_cpu("goodput-15m-float32-fixed")
+        assert made[-1].name == by_cpu("goodput-15m-float32-fixed-baton-pair-baton-colocated")
