@@ -435,7 +435,7 @@ class DecodeCore:
         for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.choices), request.story
             masked = request.grammar_state in self._masks
-            assert masked == (request.state is RequestState.MASKED), request.story
+            assert masked == (request.state is RequestState.MASKING), request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING
             assert attaching or request.state is not RequestState.ATTACHING, request.story
 

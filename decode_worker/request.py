@@ -25,7 +25,7 @@ class RequestState(StrEnum):
     """The state of a request in the decode worker."""
 
     ARRIVED = "arrived"
-    MASKED = "masked"
+    MASKING = "masking"
     """Its prompt is to be computed here, and the mask of its grammar's first tokens is being made."""
     ATTACHING = "attaching"
     """Its source has not opened the offer yet."""
@@ -60,11 +60,11 @@ class RequestEvent(StrEnum):
 
 REQUEST_TABLE: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     RequestState.ARRIVED: {
-        RequestEvent.MASK: RequestState.MASKED,
+        RequestEvent.MASK: RequestState.MASKING,
         RequestEvent.ATTACH: RequestState.ATTACHING,
         RequestEvent.WANT: RequestState.WAITING,
     },
-    RequestState.MASKED: {RequestEvent.WANT: RequestState.WAITING, RequestEvent.END: RequestState.ENDED},
+    RequestState.MASKING: {RequestEvent.WANT: RequestState.WAITING, RequestEvent.END: RequestState.ENDED},
     RequestState.ATTACHING: {RequestEvent.WANT: RequestState.WAITING, RequestEvent.END: RequestState.ENDED},
     RequestState.WAITING: {
         RequestEvent.RESERVE: RequestState.RESERVED,

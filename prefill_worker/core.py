@@ -318,7 +318,7 @@ class PrefillCore:
         if not self.front.drain(leaving=leaving):
             return
         for request in list(self.requests.values()):
-            if request.state in (PromptState.MASKED, PromptState.WAITING):
+            if request.state in (PromptState.MASKING, PromptState.WAITING):
                 self._fail(request, Cause.DRAINING, "this prefill worker is leaving")
 
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
@@ -341,7 +341,7 @@ class PrefillCore:
         self.scheduler.check_invariants()
         scheduled = {PromptState.WAITING, PromptState.RUNNING, PromptState.ON_HOLD}
         assert {r for r in self.requests.values() if r.state in scheduled} == set(self.scheduler.requests())
-        assert {r for r in self.requests.values() if r.state is PromptState.MASKED} == set(self.masks.subjects())
+        assert {r for r in self.requests.values() if r.state is PromptState.MASKING} == set(self.masks.subjects())
         for request in self.requests.values():
             assert request.state not in (PromptState.ARRIVED, PromptState.ENDED), request.story
             offered = request.state in (PromptState.RUNNING, PromptState.COMPUTED)

@@ -21,7 +21,7 @@ class PromptState(StrEnum):
     """The state of a request in the prefill worker."""
 
     ARRIVED = "arrived"
-    MASKED = "masked"
+    MASKING = "masking"
     """The mask of its grammar's first tokens is being made."""
     WAITING = "waiting"
     """It has no blocks yet."""
@@ -52,8 +52,8 @@ class PromptEvent(StrEnum):
 
 
 PROMPT_TABLE: Mapping[PromptState, Mapping[PromptEvent, PromptState]] = {
-    PromptState.ARRIVED: {PromptEvent.MASK: PromptState.MASKED, PromptEvent.ENQUEUE: PromptState.WAITING},
-    PromptState.MASKED: {PromptEvent.ENQUEUE: PromptState.WAITING, PromptEvent.END: PromptState.ENDED},
+    PromptState.ARRIVED: {PromptEvent.MASK: PromptState.MASKING, PromptEvent.ENQUEUE: PromptState.WAITING},
+    PromptState.MASKING: {PromptEvent.ENQUEUE: PromptState.WAITING, PromptEvent.END: PromptState.ENDED},
     PromptState.WAITING: {PromptEvent.ADMIT: PromptState.RUNNING, PromptEvent.END: PromptState.ENDED},
     PromptState.RUNNING: {
         PromptEvent.HOLD: PromptState.ON_HOLD,
