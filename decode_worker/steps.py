@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from common.contract.errors import Cause
 from common.contract.messages.gateway import TRIAL_TOKENS
 from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Scored
 from common.engine.block_pool import BlockPool
@@ -184,9 +185,15 @@ class DecodeSteps:
         try:
             self._totals.scored += self._answers.prompt_scores(request, chunk.start, scored)
         except InvalidLogitsError as error:
-            self._book.fail(request, error.cause, str(error))
+            self._invalid(request, chunk.prompt.block_table, error)
             return False
         return True
+
+    def _invalid(self, request: DecodeRequest, blocks: Iterable[int], error: InvalidLogitsError) -> None:
+        """Fail a request whose logits, after the KV in `blocks`, are no numbers to sample from."""
+        if error.cause is Cause.INTERNAL:  # the machine's fault: the KV is no better, whoever computed it
+            self._pool.forget(blocks)
+        self._book.fail(request, error.cause, str(error))
 
     def _computed(self, prompt: LocalPrompt, outcomes: Sequence[Sampled]) -> None:
         """Every token of a local prompt has its KV; `outcomes` has what was sampled after the last one."""
@@ -200,7 +207,7 @@ class DecodeSteps:
         try:
             tokens = first_tokens(request.work, outcomes, self._config.eos_token_ids, self._config.max_sequence_tokens)
         except InvalidLogitsError as error:
-            self._book.fail(request, error.cause, str(error))
+            self._invalid(request, prompt.block_table, error)
             return
         now = self._agenda.now
         request.prompt_times = prompt_times_of(request, now)
@@ -217,7 +224,7 @@ class DecodeSteps:
         request, before = choice.request, choice.sequence.num_tokens
         for outcome in outcomes:
             if isinstance(outcome, InvalidLogitsError):
-                self._book.fail(request, outcome.cause, str(outcome))
+                self._invalid(request, choice.sequence.block_table, outcome)
                 return
             self._append(choice, outcome)
             if choice.finish_reason is not None:

@@ -18,14 +18,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
-from common.contract.messages.gateway import Source
 from common.contract.messages.handoff import BlocksReady, OfferWithdrawn, PrefillDone, Settled
 from common.contract.messages.session import Welcome
 from common.contract.messages.worker import Tokens
@@ -138,12 +137,15 @@ class Pulls:
     def begin(self, pull: Pull, fits: Fits | None = None) -> None:
         """Attach as soon as the source can be reached.
 
-        A request may have one pull at a time. If the first tokens do not fit (`fits`), the pull is abandoned.
+        A request may have one pull at a time. If the first tokens do not fit (`fits`), the pull is abandoned. A source
+        that is connected under another address is not connected again: it has one session with this worker.
         """
         assert pull.key.request not in self._pulls, f"{pull.key} is pulled already"
         self._pulls[pull.key.request] = (pull, fits)
         pull.times = PullTimes()
         found = self._sources.get(pull.source.address)
+        if found is None and (address := self._address_of(pull.source.incarnation)) is not None:
+            pull.source, found = replace(pull.source, address=address), self._sources[address]
         if found is None:
             self._emit(Connect(pull.source.address))
         else:
@@ -175,7 +177,7 @@ class Pulls:
         overdue |= {read.pull.source for read in self._reads.values() if now - read.since > self._read_bound_s}
         for source in overdue:
             log.warning("a read from %s does not end: replacing the agent that reads from there", source)
-            self._replace_agent(source)
+            self._replace_agent(source.incarnation)
             for pull in self._quarantine:
                 if pull.source == source:
                     self._quarantine[pull] = now
@@ -231,8 +233,7 @@ class Pulls:
         for pull in self._pulling_from(event.address):
             self.abandon(pull, event.cause, f"the source at {event.address}: {event.why}")
         if event.source is not None:
-            self._agents.pop(event.source, None)
-            self._emit(DropSource(event.source))
+            self._replace_agent(event.source)
 
     def _on_read(self, event: ReadEnded) -> None:
         read = self._reads.pop(event.read_id)
@@ -242,7 +243,7 @@ class Pulls:
         present = self._agents.get(pull.source.incarnation)
         if event.error is not None and present is not None and read.agent == present:
             # Its connection may be broken for good. The next pull gets a new one.
-            self._replace_agent(pull.source)
+            self._replace_agent(pull.source.incarnation)
         self._do(pull, pull.read_done(read.start, event.error))
 
     # --- internal steps ------------------------------------------------------------------------------------------
@@ -256,15 +257,19 @@ class Pulls:
         else:
             self._do(pull, pull.attach())
 
-    def _replace_agent(self, source: Source) -> None:
-        """Replace the agent of a source that is still there: this is the fence. Each of its pulls fails, and may be
-        tried again."""
-        self._agents.pop(source.incarnation, None)
-        self._emit(DropSource(source.incarnation))
-        found = self._sources.get(source.address)
-        if found is not None and found.source == source.incarnation:
-            self._agents[source.incarnation] = next(self._agent_numbers)
-            self._emit(AddSource(source.incarnation, found.welcome.transport_metadata))
+    def _replace_agent(self, source: Incarnation) -> None:
+        """Drop the agent of a source: this is the fence. Each read of its pulls fails. While a link to the source is
+        open, it gets a new agent, so that the pulls may be tried again."""
+        self._agents.pop(source, None)
+        self._emit(DropSource(source))
+        address = self._address_of(source)
+        if address is not None and (welcome := self._sources[address].welcome).transport == self._transport:
+            self._agents[source] = next(self._agent_numbers)
+            self._emit(AddSource(source, welcome.transport_metadata))
+
+    def _address_of(self, source: Incarnation) -> str | None:
+        """The address at which a source is connected; None if it is not."""
+        return next((address for address, found in self._sources.items() if found.source == source), None)
 
     def _do(self, pull: Pull, actions: Iterable[PullAction]) -> None:
         """Pass on the actions of a pull, whose state has changed."""

@@ -282,8 +282,7 @@ class PrefillCore:
         """The lender has given a request up, for which an attempt up to `key.attempt` has attached."""
         request = self.requests.get(key.request)
         if request is not None and request.work.attempt <= key.attempt:
-            self._end(request, cause, message)
-            self.front.refuse(request.gateway, key, cause, message)
+            self._fail(request, cause, message)
 
     def _on_tick(self) -> None:
         now = self._agenda.now

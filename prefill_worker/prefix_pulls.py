@@ -24,6 +24,8 @@ _OBSERVATION_WEIGHT = 0.2
 _MAX_RATIO = 4.0
 """Largest factor by which an observation may differ from the estimate; a larger one is clipped. The first read from a
 worker opens connections, and so is slow."""
+_FORGETTING = 0.99
+"""Factor on an estimate each time that it forbids a pull: sooner or later one is tried again, which corrects it."""
 When = Literal["cost", "always", "never"]
 """When to pull what another worker holds: if that is cheaper than computing it, always, never."""
 MAX_PULLS = 64
@@ -95,7 +97,11 @@ class PrefixPulls:
             return None
         pull_s = _LATENCY_S + num_new * self._s_per_block
         compute_s = num_new * self._block_size * self._costs.prompt_s_per_token
-        if self._when == "never" or (self._when == "cost" and pull_s >= compute_s):
+        if self._when == "never":
+            return None
+        if self._when == "cost" and pull_s >= compute_s:
+            if compute_s > _LATENCY_S:  # else it is too short at any speed
+                self._s_per_block *= _FORGETTING
             return None
         key = RequestKey(new_request_id(), 1)
         pull = Pull(key, hint.source, request.block_hashes[:end])
@@ -115,19 +121,25 @@ class PrefixPulls:
         """The pull has settled: update the estimate of seconds per block from its duration."""
         prefix = self._end(pull, now)
         num_read = prefix.num_blocks - prefix.request.num_computed // self._block_size
-        seen = max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_read)
-        old = self._s_per_block
-        seen = min(max(seen, old / _MAX_RATIO), old * _MAX_RATIO)
-        self._s_per_block = old + _OBSERVATION_WEIGHT * (seen - old)
+        self._observe(max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_read))
         self.num_tokens_pulled += num_read * self._block_size
         self.ended["pulled"] += 1
         return prefix
 
     def gave_up(self, pull: Pull, now: float) -> PrefixPull:
-        """The pull has ended without valid blocks. It counts if the prompt is still wanted, and so computed."""
+        """The pull has ended without valid blocks. It counts if the prompt is still wanted, and so computed. If its
+        time was up, it would have taken longer, which raises the estimate."""
         prefix = self._end(pull, now)
         self.ended["gave_up"] += prefix.request.state is not PromptState.ENDED
+        if now >= prefix.until:
+            num_new = len(pull.block_hashes or ()) - prefix.request.num_computed // self._block_size
+            self._observe(max(self._s_per_block, (now - prefix.began - _LATENCY_S) / max(1, num_new)))
         return prefix
+
+    def _observe(self, s_per_block: float) -> None:
+        old = self._s_per_block
+        seen = min(max(s_per_block, old / _MAX_RATIO), old * _MAX_RATIO)
+        self._s_per_block = old + _OBSERVATION_WEIGHT * (seen - old)
 
     def _end(self, pull: Pull, now: float) -> PrefixPull:
         prefix = self._pulls.pop(pull.key)

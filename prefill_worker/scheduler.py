@@ -330,8 +330,9 @@ class PrefillScheduler:
         self._num_admitted += 1
         self._compute(request)
         self.holdings.begin(request.key, request.tier, request.block_table)
-        self.num_prefix_queried += len(request.token_ids)
-        self.num_prefix_hit += request.num_cached
+        if not request.prefix_tried:  # else it was admitted before, and is counted
+            self.num_prefix_queried += len(request.token_ids)
+            self.num_prefix_hit += request.num_cached
 
     def _horizons(self, now: float) -> dict[Tier, Horizon]:
         """The horizon of each tier that has waiting requests. An aged tier has its share of the steps, whatever higher

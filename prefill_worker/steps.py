@@ -130,8 +130,10 @@ class PrefillSteps:
         chunks = planned.chunks
         self._costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)
         checksums = ended.checksums or [()] * len(chunks)
+        tables = [chunk.prompt.block_table for chunk in chunks]  # those that are done leave
         live = {id(chunk) for chunk in self._scheduler.step_done(chunks)}
-        for chunk, sampled, sums, scored in zip(chunks, ended.outcomes, checksums, ended.scores, strict=True):
+        told = zip(chunks, tables, ended.outcomes, checksums, ended.scores, strict=True)
+        for chunk, table, sampled, sums, scored in told:
             if id(chunk) not in live:
                 continue
             self._totals.prompt += chunk.end - chunk.start
@@ -143,6 +145,8 @@ class PrefillSteps:
                 if chunk.last:
                     self._finish(chunk.prompt, sampled)
             except InvalidLogitsError as error:
+                if error.cause is Cause.INTERNAL:  # the machine's fault: its KV is no better, whoever computed it
+                    self._pool.forget(table)
                 self._fail(chunk.prompt, error.cause, str(error))
         self._front.tell_cache()
 

@@ -114,6 +114,8 @@ def ports_exist(objects: list[Object]) -> Iterator[str]:
                 yield f"{named(each)}: {probe} asks a port that there is not: {container[probe]['httpGet']['port']}"
             elif container[probe]["httpGet"].get("scheme", "HTTP") != _scheme(objects, container):
                 yield f"{named(each)}: {probe} does not speak {_scheme(objects, container)}"
+        if container.get("livenessProbe", {}).get("terminationGracePeriodSeconds", 3600) > 60:
+            yield f"{named(each)}: a process that hangs has its pod's whole grace"
     for each in of(objects, "NetworkPolicy"):
         for pod in _selected(objects, each["spec"]["podSelector"]):
             for port in (port for rule in each["spec"].get("ingress", ()) for port in rule.get("ports", ())):

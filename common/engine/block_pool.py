@@ -243,6 +243,17 @@ class BlockPool:
                 names[block] = block_hash
                 self._changes[block_hash] = True
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Take away the names of `blocks`, whose KV has proved invalid: nobody else finds it. Each must have a
+        reference."""
+        for block in blocks:
+            assert self._ref_counts[block], f"block {block} is to be forgotten but nobody holds it"
+            name = self._names[block]
+            if name is not None:
+                del self._named[name]
+                self._names[block] = None
+                self._changes[name] = False
+
     def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """The cached blocks of the leading ones of `block_hashes`, up to the first hash that is not cached.
 

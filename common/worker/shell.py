@@ -141,6 +141,10 @@ class WorkerShell:
         self._step_tokens = step_tokens(settings.model)
         self._steps_ahead = 0
         """Number of steps that were planned while another one ran."""
+        self._num_submitted = 0
+        """Steps that are with the engine."""
+        self._step_since = 0.0
+        """When the engine was given the first of them, if no step has ended since; else when the last one ended."""
 
     # --- the pump ------------------------------------------------------------------------------------------------
 
@@ -215,6 +219,9 @@ class WorkerShell:
     async def _submit(self, work: PlannedStep) -> _InFlight:
         if work.noticed:
             await asyncio.sleep(NOTICE_S)
+        if not self._num_submitted:
+            self._step_since = self._clock()
+        self._num_submitted += 1
         submitted = self._engine.submit(
             work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes, work.drafting
         )
@@ -227,6 +234,8 @@ class WorkerShell:
         """Wait for the end of a step, and report it."""
         work = step.work
         outcomes = await self._engine.outcomes(step.submitted)
+        self._num_submitted -= 1
+        self._step_since = self._clock()
         checksums = () if step.checksums is None else await step.checksums
         chosen = None if work.decodes is None else self._engine.chosen(step.submitted)
         scores = self._engine.scores(step.submitted) if work.scored else ()
@@ -317,6 +326,8 @@ class WorkerShell:
         yield from self._transfers.metrics()
         yield from self._step_tokens.collect()
         yield counter("baton_engine_steps", "Engine steps.", engine.num_steps)
+        age_s = self._clock() - self._step_since if self._num_submitted else 0.0
+        yield gauge("baton_engine_step_age_seconds", "Time that the engine's present step has taken; 0: none.", age_s)
         yield counter("baton_engine_busy_seconds", "Time in engine steps.", engine.busy_s)
         yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
         yield gauge("baton_ranks", "Ranks of this worker.", self._settings.tensor_parallel)

@@ -136,7 +136,9 @@ class Registry:
         worker.full = worker.leaving = False
         while worker.unseen and worker.unseen[0].number <= load.received:
             worker.unseen.popleft()
-        if before is None or load.running == 0 or load.steps != before.steps:
+        stepped = before is None or load.steps != before.steps
+        # A hung engine has nothing running once what it had was taken away: only a step shows that it works again.
+        if stepped or (load.running == 0 and not worker.stalled):
             worker.idle_or_stepped_at, worker.stalled = now, False
         stalls = now - worker.idle_or_stepped_at > self._stall_s and not worker.stalled
         worker.stalled = worker.stalled or stalls

@@ -27,7 +27,7 @@ from gateway.workers.registry import Registry
 
 _UCX_ABORT = re.compile(r"^\[[^\]]+:\d+ *:\d+(:\d+)?\]\s+\w+\.(c|inl):\d+\s+(Assertion |Fatal: )")
 
-PULSE = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "1.5")
+PULSE = ("--heartbeat-interval-s", "0.25", "--heartbeat-timeout-s", "3")
 CHUNK = 64
 Connection = socket.socket
 

@@ -99,8 +99,9 @@ def staged(role: Role, folder: Path, scratch: Path, *options: str) -> Actor:
 def migration(long_context: Path, pools: dict[str, Workers], tmp_path_factory: pytest.TempPathFactory) -> Stage:
     """The workers, started once."""
     scratch, size = tmp_path_factory.mktemp("stage"), ("--kv-cache-bytes", str(64 * 2**20))
-    leaving = staged(Role.DECODE, long_context, scratch, "--checksums", "--drain-grace-s", "60", *size)
-    workers = Workers.start(long_context, options=("--checksums",), prefill_options=("--chunk-size", "512"))
+    options = ("--checksums", "--heartbeat-timeout-s", "10")  # of a test that is a gateway, and may stand still
+    leaving = staged(Role.DECODE, long_context, scratch, *options, "--drain-grace-s", "60", *size)
+    workers = Workers.start(long_context, options=options, prefill_options=("--chunk-size", "512"))
     leaving.ready()
     workers.decode.insert(0, leaving.process)
     pools["migration"] = workers
@@ -200,6 +201,31 @@ async def test_every_choice_moves_by_itself(stage: Stage) -> None:
         assert found.tokens == expected.tokens
         assert computed_by(stage.workers) == computed
         assert dispatcher.recovery.moves == {"moved": 3}
+
+
+async def test_a_worker_whose_engine_hangs_gets_nothing_until_it_steps(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once it has nothing any more, since its requests were taken away."""
+    leaving = stage.leaving
+    async with stage.gateway() as (dispatcher, registry):
+        hung = registry.workers[stage.address]
+        expected = await answer(dispatcher, generation(prompt(90, 90), **LONG))
+        async with streaming(stage, dispatcher, registry, 90) as task:
+            monkeypatch.setattr(registry, "_stall_s", 1.0)
+            found = await asyncio.wait_for(task, 60)
+        assert found.tokens == expected.tokens
+        assert dispatcher.recovery.failovers == {Cause.WORKER_LOST: 1}
+        assert not hung.usable
+        await until(lambda: leaving.state()["running"] == 0, "its requests were not taken away")
+        assert leaving.process.metric("baton_engine_step_age_seconds") > 1.0
+        number = hung.load.number if hung.load else 0
+        await until(lambda: hung.load is not None and hung.load.number > number + 3, "it tells nothing")
+        assert not hung.usable, "the engine hangs still"
+        assert (await answer(dispatcher, generation(prompt(91, 91)))).reasons == ["length"]
+        leaving.open("step")
+        await until(lambda: hung.usable, "it is not used again")
+        assert leaving.process.metric("baton_engine_step_age_seconds") == 0
 
 
 async def test_without_another_worker_a_stream_finishes_where_it_is(stage: Stage) -> None:
@@ -309,7 +335,7 @@ def test_an_operator_drains_by_the_admin_port(stage: Stage) -> None:
             with urllib.request.urlopen(f"{admin}/workers", timeout=10) as response:
                 return {each["id"]: each for each in json.loads(response.read())["workers"]}
 
-        assert {each["phase"] for each in seen().values()} <= {"serving", None}
+        wait_until(lambda: seen()[worker]["phase"] == "serving", "the gateway does not know it")
         assert _post(f"{admin}/workers/{worker}/drain") == (202, {"id": worker, "told": "drain"})
         wait_until(lambda: seen()[worker]["safe_to_delete"], "it does not drain")
         assert stage.leaving.state()["phase"] == "drained"

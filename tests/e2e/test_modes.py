@@ -72,6 +72,7 @@ def local(pools: dict[str, Workers], main_pool: Workers) -> Workers:
         pools["local"] = Workers.start(
             main_pool.folder,
             decode=len(MODES),
+            options=("--heartbeat-timeout-s", "10"),
             decode_options=[(*pieces, *options) for options in MODES.values()],
         )
     return pools["local"]
@@ -141,8 +142,8 @@ async def test_without_prefill_workers_the_decode_workers_go_on_alone(
 ) -> None:
     """The gateway says so, and its answers are the same."""
     (p,) = local.prefill
-    with local.gateway("--heartbeat-timeout-s", "1") as gateway:
-        async with local.dispatcher(timeout_s=1.0) as dispatcher:
+    with local.gateway("--heartbeat-timeout-s", "10") as gateway:  # the end of a process is known at once
+        async with local.dispatcher(timeout_s=10.0) as dispatcher:
             assert await ask(dispatcher, mixed("before")) == disaggregated
             assert p.metric(COMPUTED) == NUM_TOKENS
             assert gateway.get("/ready")["reason"] == "ready"

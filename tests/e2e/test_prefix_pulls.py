@@ -82,7 +82,7 @@ async def converse(
 @pytest.fixture
 def uncached(pool: Callable[..., Workers]) -> Callable[..., Any]:
     """Have a conversation where nothing is cached: its answers."""
-    workers = pool("uncached", options=("--no-prefix-cache",))
+    workers = pool("uncached", options=("--no-prefix-cache", "--heartbeat-timeout-s", "10"))
 
     async def run(seed: int, num_turns: int = len(NEW_TEXT), sampling: dict[str, Any] | None = None) -> list[list[int]]:
         async with workers.dispatcher() as dispatcher:

@@ -56,12 +56,11 @@ async def test_a_tier_goes_to_its_profile_and_to_the_other_one_if_that_is_full_o
 ) -> None:
     async with main_pool.dispatcher() as dispatcher:
         expected = await ask(dispatcher, works("main"))
-    workers = pool("profiles", decode=2, decode_options=BOTH)
+    workers = pool("profiles", decode=2, decode_options=BOTH, options=("--heartbeat-timeout-s", "10"))
     registry = workers.registry()
     async with workers.dispatcher(registry, targets=TARGETS) as dispatcher:
-        assert {
-            w.profile for w in registry.workers.values() if w.address == of(workers, Profile.LATENCY).fact("control")
-        }
+        for profile in Profile:
+            assert registry.workers[of(workers, profile).fact("control")].profile is profile
         assert await ask(dispatcher, works("own")) == expected
         assert placed(dispatcher) == {(tier.value, FIRST[tier].value): 2 for tier in Tier}
         for profile in Profile:

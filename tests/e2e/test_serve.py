@@ -178,11 +178,15 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
         async with http.post("/v1/completions", json=body) as response:
             await response.read()
 
-    tasks = [asyncio.create_task(ask()) for _ in range(4)]
-    async with asyncio.timeout(20):
-        while (await (await http.get("/ready")).json())["details"]["in_flight"] < 4:
-            await asyncio.sleep(0.01)
-    await asyncio.to_thread(wait_until, lambda: bool(stack.leftovers()), "the requests never reached the workers")
+    for _ in range(5):
+        tasks = [asyncio.create_task(ask()) for _ in range(4)]
+        async with asyncio.timeout(20):
+            while (await (await http.get("/ready")).json())["details"]["in_flight"] < 4:
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: bool(stack.leftovers()), "the requests never reached the workers")
+        if not any(task.done() for task in tasks):
+            break
+        await asyncio.gather(*tasks)  # this machine is too busy to look in time: once more
     assert not any(task.done() for task in tasks)
     for task in tasks:
         task.cancel()

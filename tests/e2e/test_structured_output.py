@@ -158,11 +158,12 @@ async def tokens_of(dispatcher: Dispatcher, work: Generation, after: Callable[[i
     return tokens, reasons
 
 
-def structured(seed: int, first: int = 3, **more: Any) -> Generation:
-    """About 60 tokens that follow an expression."""
-    grammar, error = compile_grammar("regex", "([a-f]{4}-){12}[0-9]{9}")
+def structured(seed: int, first: int = 3, num_groups: int = 12, **more: Any) -> Generation:
+    """About 60 tokens that follow an expression, or five for each group."""
+    grammar, error = compile_grammar("regex", f"([a-f]{{4}}-){{{num_groups}}}[0-9]{{9}}")
     assert not error
-    sampling: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 90, "grammar": grammar}
+    max_tokens = 30 + 5 * num_groups
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": max_tokens, "grammar": grammar}
     return generation(prompt(first, 100), **sampling, **more)
 
 
@@ -170,7 +171,8 @@ async def test_a_worker_that_dies_takes_no_grammar_with_it(pool: Pool) -> None:
     """Whoever goes on reads the tokens again: they are those of an undisturbed run."""
     workers = pool("structured", decode=2)
     async with workers.dispatcher(timeout_s=1.5) as dispatcher:
-        expected = await tokens_of(dispatcher, structured(11, n=2))
+        long = {"num_groups": 60, "n": 2}  # so that it has not ended before it is seen to run
+        expected = await tokens_of(dispatcher, structured(11, **long))
         assert expected[1] == ["stop", "stop"]
 
         def kill_at_20(num: int) -> None:
@@ -180,7 +182,7 @@ async def test_a_worker_that_dies_takes_no_grammar_with_it(pool: Pool) -> None:
                         worker.kill()
                         break
 
-        assert await tokens_of(dispatcher, structured(11, n=2), kill_at_20) == expected
+        assert await tokens_of(dispatcher, structured(11, **long), kill_at_20) == expected
     assert any(worker.killed for worker in workers.decode)
 
 

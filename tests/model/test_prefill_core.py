@@ -8,11 +8,14 @@ import pytest
 from handoff_bounds import BLOCK_SIZE
 from handoff_worker import _REGION, _WELCOME, PREFILL, Facts
 
+from common.contract.block_hashes import block_hashes
 from common.contract.ids import Incarnation, RequestId
 from common.contract.messages.gateway import Abort, Drain, Prefill, PrefixHint, Resume, Source
+from common.contract.messages.worker import TokenScores
 from common.contract.sampling import SamplingParams
+from common.engine.batch import InvalidLogitsError
 from common.scheduling.costs import Costs
-from common.worker.events import Compute, DrainWanted, HelloReceived, Received, StepWanted
+from common.worker.events import Compute, DrainWanted, HelloReceived, Received, StepEnded, StepWanted
 from kv_transfer.events import SourceOpened
 from prefill_worker.core import PrefillCore
 from prefill_worker.view import heartbeat, metrics
@@ -105,3 +108,14 @@ def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:
     core.handle(Received(GATEWAY, _PROMPT), 0.0)
     queued = next(each for each in metrics(core) if each.name == "baton_prefill_queued_seconds")
     assert [each.value for each in queued.samples] == pytest.approx([_NUM_TOKENS * 2e-4])
+
+
+def test_kv_after_which_logits_are_no_numbers_is_not_found_again() -> None:
+    """Whoever found it would fail in the same way, and would be sent where it is."""
+    core = prefill_core(prefix_cache=True)
+    core.handle(Received(GATEWAY, _PROMPT), 0.0)
+    (compute,) = (each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, Compute))
+    core.handle(StepEnded(compute.work, None, [(InvalidLogitsError("NaN"),)], (TokenScores(),), (), 0.01), 0.0)
+    assert not core.requests
+    assert core.pool.match(block_hashes(_PROMPT.token_ids, BLOCK_SIZE)) == []
+    core.check_invariants()

@@ -9,14 +9,18 @@ from migration_bench import BLOCK_SIZE, BUDGET_S, GATEWAY, Site, World
 from step_tokens import handles
 
 from common.contract.block_hashes import block_hashes
+from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Decode
 from common.contract.messages.handoff import AttachPrefix, AttachSequence
+from common.contract.messages.worker import Failed
 from common.contract.sampling import SamplingParams
+from common.engine.batch import Chosen, InvalidLogitsError
 from common.scheduling.costs import Costs
 from common.worker.events import Action, AskMask, Compute, Event, MaskMade, Received, StepEnded, StepWanted
 from decode_worker.view import heartbeat
+from kv_transfer.events import Send
 
 SINK = Incarnation("sink")
 
@@ -88,6 +92,30 @@ def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
     assert driven.core.scheduler.num_waiting == 1
     assert driven.plan() is not None, "it has room now, and nobody asks again"
     assert driven.core.lender.num_leases == 0
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_kv_after_which_logits_are_no_numbers_is_not_found_again(decoding: bool) -> None:
+    """Whoever found it would fail in the same way, and would be sent where it is."""
+    driven = Driven(num_blocks=16)
+    prompt = range(2 * BLOCK_SIZE)
+    driven.ask("first", prompt, max_tokens=9)
+    if decoding:
+        driven.step()
+        assert driven.core.pool.num_cached == 2
+    compute = driven.plan()
+    assert compute is not None
+    work = compute.work
+    bad = InvalidLogitsError("NaN")
+    chosen = Chosen([0, 99], {0: bad}) if decoding else None
+    outcomes = [(bad,) for _ in work.slices]
+    sent = driven.handle(StepEnded(work, chosen, outcomes, (), (), 0.01))
+    assert [each.message.cause for each in sent if isinstance(each, Send) and isinstance(each.message, Failed)] == [
+        Cause.INTERNAL
+    ]
+    assert driven.core.pool.num_cached == 0
+    assert driven.core.pool.match(block_hashes(prompt, BLOCK_SIZE)) == []
+    driven.core.check_invariants()
 
 
 def test_the_time_between_steps_counts_as_time_between_tokens_unless_nothing_was_to_be_computed() -> None:

@@ -149,7 +149,11 @@ async def test_what_is_no_tls_is_cut_off_and_the_next_is_served(certificate: Cer
             while registry.get_sample_value("baton_gateway_connections_refused_total", {"reason": "handshake"}) != 4:
                 await asyncio.sleep(0.01)
         assert registry.get_sample_value("baton_gateway_connections") == 0
-        await _serial(_port(server.url), certificate.client())
+        async with asyncio.timeout(30):
+            while True:  # a busy machine may need longer than the time that a handshake has here
+                with contextlib.suppress(OSError):
+                    await _serial(_port(server.url), certificate.client())
+                    break
 
 
 async def test_handshakes_count_as_connections(certificate: Certificate) -> None:

@@ -130,7 +130,7 @@ def runs(pid: int) -> bool:
 def test_it_goes_on_after_whatever_a_measurement_does(fakes: Path) -> None:
     names = ("fine", "crashes", "raises", "hangs", "chatters", "garbles", "says_nothing")
     last = fake(fakes, "fine", number=1)
-    measurements = [fake(fakes, name, 3.0 if name == "hangs" else 60.0) for name in names]
+    measurements = [fake(fakes, name, 8.0 if name == "hangs" else 60.0) for name in names]
     outcomes = run_all(fakes, *measurements, Measurement(**{**fields(last), "name": "last"}))
     assert {name: (each.status, each.num_rows) for name, each in outcomes.items()} == {
         "fine": ("ok", 3),
@@ -147,7 +147,7 @@ def test_it_goes_on_after_whatever_a_measurement_does(fakes: Path) -> None:
     assert "about to fall over" in ends["crashes"]["error"]
     assert "ended with -6" in ends["crashes"]["error"]
     assert "RuntimeError: there is no such kernel" in ends["raises"]["error"]
-    assert "not done in 3 s" in ends["hangs"]["error"]
+    assert "not done in 8 s" in ends["hangs"]["error"]
     assert "hang_in_a_function_of_this_name" in ends["hangs"]["error"], "where it stood is told"
     assert "no row" in ends["garbles"]["error"]
     assert ends["fine"]["error"] == ends["chatters"]["error"] == ""
@@ -160,7 +160,7 @@ def fields(measurement: Measurement) -> dict[str, Any]:
 
 @pytest.mark.processes
 def test_rows_of_what_failed_are_kept(fakes: Path) -> None:
-    run_all(fakes, fake(fakes, "crashes"), fake(fakes, "hangs", 3.0))
+    run_all(fakes, fake(fakes, "crashes"), fake(fakes, "hangs", 8.0))
     rows = [(each["measurement"], each["row"]["kind"]) for each in lines_of(fakes) if each["line"] == "row"]
     assert rows == [("crashes", "first"), ("hangs", "first")]
 
@@ -196,7 +196,7 @@ def test_a_row_is_on_disk_while_its_measurement_goes_on(fakes: Path) -> None:
 @pytest.mark.parametrize("name", ["leaves", "ends_and_leaves"])
 def test_nothing_that_a_measurement_started_is_left(fakes: Path, name: str) -> None:
     pids = fakes / "pids"
-    (outcome,) = run_all(fakes, fake(fakes, name, 5.0, pids=str(pids))).values()
+    (outcome,) = run_all(fakes, fake(fakes, name, 12.0 if name == "leaves" else 60.0, pids=str(pids))).values()
     assert outcome.status == ("timeout" if name == "leaves" else "ok"), outcome.error
     found = [int(pid) for pid in pids.read_text().split()]
     assert found

@@ -207,6 +207,10 @@ BROKEN = (
         "NetworkPolicy/baton-gateway: its pods have no port admin",
     ),
     ("gateway container livenessProbe httpGet scheme = HTTP", "baton-gateway: livenessProbe does not speak HTTPS"),
+    (
+        "decode container livenessProbe terminationGracePeriodSeconds = 345",
+        "a process that hangs has its pod's whole grace",
+    ),
     # Settings.
     ("decode container env BATON_MAX_BATCH = 8", "Deployment/baton-decode: BATON_MAX_BATCH is no setting of decode"),
     ("prefill container env BATON_MAX_NUM_SEQS = 8", "BATON_MAX_NUM_SEQS is no setting of prefill"),

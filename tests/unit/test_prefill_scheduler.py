@@ -563,6 +563,7 @@ def test_a_request_on_hold_may_start_again_with_other_blocks() -> None:
     bench = Bench(num_blocks=10)
     prompt = request("a", 20, arrived=3.0)
     bench.admit(prompt, now=3.0)
+    prompt.prefix_tried = True
     bench.scheduler.hold(prompt)
     written = list(prompt.block_table)
     bench.pool.share(written)
@@ -571,6 +572,7 @@ def test_a_request_on_hold_may_start_again_with_other_blocks() -> None:
     assert (len(bench.scheduler.waiting), len(bench.scheduler.running), prompt.block_table) == (1, 0, [])
     assert bench.admit(now=4.0) == [prompt]
     assert not set(prompt.block_table) & set(written)
+    assert bench.scheduler.num_prefix_queried == 20, "it is one prompt"
     bench.pool.release(written)
     assert bench.step() == [("a", 0, 8)]
 

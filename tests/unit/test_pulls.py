@@ -16,7 +16,7 @@ from transport_source import Cache, make_transport
 from common.contract.block_hashes import BlockHash, block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey, new_incarnation
-from common.contract.messages.fields import FinishReason, Message
+from common.contract.messages.fields import FinishReason, Message, RequestMessage
 from common.contract.messages.gateway import Source
 from common.contract.messages.handoff import (
     Attach,
@@ -560,7 +560,7 @@ async def test_after_a_loss_every_pull_attaches_again_and_one_that_settles_asks_
     attaching = await net.attached(net.pull(R2))
     await net.source.send(HelloRequired())
     assert set((await net.source.welcome()).open_requests) == {settling.key, attaching.key}
-    heard = [message for message in await net.source.hear_all() if isinstance(message, Attach | Settle)]
+    heard = [await net.source.expect(RequestMessage) for _ in range(3)]
     assert [(type(message), message.request) for message in heard] == [(Attach, R1), (Settle, R1), (Attach, R2)]
     await net.source.send(settled(settling))
     while (told := await net.worker.next())[0] != "pulled":
@@ -731,3 +731,65 @@ async def test_a_prefix_and_a_prompt_come_from_a_lender(kind: str) -> None:
         await sink.transfers.close()
         peer.lender.check_invariants()
     sink.pulls.check_invariants()
+
+
+# --- a source that is known by two addresses ---------------------------------------------------------------------
+
+
+class Alone:
+    """Pulls without a shell: what they decide, in order."""
+
+    def __init__(self) -> None:
+        self.decided: list[object] = []
+        self.source = PlayedSource(new_incarnation())
+        self.pulls = Pulls(
+            emit=self.decided.append,
+            clock=lambda: 0.0,
+            transport="zmq",
+            block_bytes=64,
+            quarantine_bound_s=BOUND_S,
+            read_bound_s=READ_BOUND_S,
+        )
+
+    def open(self, address: str) -> None:
+        hello = Hello(number=0, role=Role.DECODE, fingerprint=FINGERPRINT, open_requests=())
+        self.pulls.handle(SourceOpened(address, self.source.incarnation, self.source.answer(hello)))
+
+    def pull(self, request: RequestId, address: str) -> Pull:
+        return Pull(RequestKey(request, 1), Source(address=address, incarnation=self.source.incarnation))
+
+    def of(self, *kinds: type) -> list[object]:
+        return [each for each in self.decided if isinstance(each, kinds)]
+
+
+@pytest.fixture
+async def alone() -> AsyncIterator[Alone]:
+    subject = Alone()
+    yield subject
+    subject.source.close()
+
+
+async def test_a_source_is_not_connected_again_under_another_address(alone: Alone) -> None:
+    """It has one session with a worker, which a second link would take away from the first."""
+    alone.open("a:1")
+    alone.pulls.begin(pull := alone.pull(R1, "b:1"))
+    assert not alone.of(Connect)
+    (sent,) = alone.of(SendToSource)
+    assert isinstance(sent, SendToSource)
+    assert sent.address == "a:1"
+    assert pull.key in alone.pulls.open_pulls("a:1")
+
+
+async def test_a_source_that_is_lost_at_one_of_its_addresses_is_read_from_at_the_other(alone: Alone) -> None:
+    """Both links were opened at the same time."""
+    for request, address in ((R1, "a:1"), (R2, "b:1")):
+        alone.pulls.begin(alone.pull(request, address))
+    alone.open("a:1")
+    alone.open("b:1")
+    alone.decided.clear()
+    alone.pulls.handle(SourceLost("a:1", alone.source.incarnation, Cause.WORKER_LOST, "silent"))
+    assert [type(each) for each in alone.of(DropSource, AddSource)] == [DropSource, AddSource]
+    assert alone.pulls.num_pulls == 1
+    alone.decided.clear()
+    alone.pulls.handle(SourceLost("b:1", alone.source.incarnation, Cause.WORKER_LOST, "silent"))
+    assert [type(each) for each in alone.of(DropSource, AddSource)] == [DropSource]

@@ -47,7 +47,8 @@ def load(
     plan = None
     if width > 1:
         gpus = (0,) * width if device == "cuda" else ()
-        plan = GroupPlan(width=width, num_threads=1, pulse=Pulse(), device=device, gpus=gpus, collectives=collectives)
+        pulse = Pulse(timeout_s=20.0)  # this process, which the tests share, ends when a rank is silent for so long
+        plan = GroupPlan(width=width, num_threads=1, pulse=pulse, device=device, gpus=gpus, collectives=collectives)
     return load_runner(
         folder,
         kv_cache_bytes=kv_cache_bytes,

@@ -134,6 +134,7 @@ def test_a_worker_whose_engine_hangs_is_not_used_until_it_steps() -> None:
     assert registry.heartbeat(D1, load(running=1, steps=5), 30.1)
     assert usable(registry) == set()
     assert not registry.heartbeat(D1, load(running=1, steps=5), 31.0), "it is said once"
+    assert not registry.heartbeat(D1, load(running=0, steps=5), 31.5), "what it had was taken away"
     assert usable(registry) == set()
     assert not registry.heartbeat(D1, load(running=1, steps=6), 32.0)
     assert usable(registry) == {D1}

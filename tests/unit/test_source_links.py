@@ -265,10 +265,10 @@ async def test_a_name_that_takes_too_long_is_given_up_and_closing_waits_for_none
         answered.wait(WAIT_S)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    events, pulse = Events(), Pulse(interval_s=0.05, timeout_s=0.2)
+    events, pulse = Events(), Pulse(interval_s=0.05, timeout_s=3.0)
     links = SourceLinks(new_incarnation(), Role.PREFILL, FINGERPRINT, events, lambda: 0.0, pulse, PEERS)
     links.need("slow.test:7000")
-    await asyncio.to_thread(asked.acquire)
+    assert await asyncio.to_thread(asked.acquire, timeout=WAIT_S)
     assert await events.next() == ("lost", "slow.test:7000", None, Cause.WORKER_LOST)
     links.need("slow.test:7000")
     await links.close()

@@ -772,7 +772,10 @@ async def test_the_transport_is_used_on_one_thread_and_callbacks_come_on_the_loo
     assert not watched.fatal
 
 
-async def test_close_waits_a_little_for_reads_and_reports_every_one(watched: Watched) -> None:
+async def test_close_waits_a_little_for_reads_and_reports_every_one(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.mover.CLOSE_GRACE_S", 2.0)
     watched.read(1)
     watched.read(2)
     await watched.until(lambda: len(watched.transport.reads) == 2)
@@ -880,6 +883,15 @@ async def test_reads_whose_end_cannot_be_proved_are_never_reported(watched: Watc
     assert watched.mover.num_open_reads == 1
 
 
+async def until_it_rests(transport: Faulty) -> None:
+    """Wait until nothing polls any more: what is about to poll once more may be late."""
+    async with asyncio.timeout(END_BOUND_S):
+        before = -1
+        while transport.num_polls != before:
+            before = transport.num_polls
+            await asyncio.sleep(0.1)
+
+
 async def test_the_thread_polls_only_while_there_is_something_to_poll_for(watched: Watched) -> None:
     transport = watched.transport
 
@@ -888,10 +900,7 @@ async def test_the_thread_polls_only_while_there_is_something_to_poll_for(watche
         await watched.until(lambda: transport.num_polls > enough)
 
     async def rests() -> None:
-        await asyncio.sleep(0.01)  # what was about to poll has done so
-        before = transport.num_polls
-        await asyncio.sleep(0.05)
-        assert transport.num_polls == before
+        await until_it_rests(transport)
 
     await rests()
     watched.mover.carry_out(Serve(serving=True))
@@ -918,10 +927,7 @@ async def test_a_transport_that_serves_by_itself_is_not_polled_for_its_peers() -
     watched = Watched(Faulty(serves_by_polling=False))
     await watched.mover.start()
     watched.mover.carry_out(Serve(serving=True))
-    await asyncio.sleep(0.02)
-    before = watched.transport.num_polls
-    await asyncio.sleep(0.05)
-    assert watched.transport.num_polls == before
+    await until_it_rests(watched.transport)
     await watched.mover.close()
 
 
