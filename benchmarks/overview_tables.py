@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from statistics import median
 
 from benchmarks.record import Run
-from benchmarks.result_tables import Figures, table
+from benchmarks.result_tables import Figures, Row, bound_threads, table
 
 
 def instructions(flags: Sequence[str]) -> str:
@@ -18,20 +19,39 @@ def instructions(flags: Sequence[str]) -> str:
 def beside_vllm(*runs: Run) -> str:
     """Output tokens per second in multiples of vLLM's: from the least to the most over the requests at a time.
 
-    Medians of the rounds, then the least and the most of any round.
+    Medians of the rounds, then the least and the most of any round. First the pair beside the single vLLM that the same
+    cores could run.
     """
     rows = []
     for run in runs:
         at_a_time = " ".join(map(str, run["workload"]["concurrency"]))
         model, dtype = run["workload"]["model"], run["workload"]["dtype"]
-        row = [f"{model}, {dtype}, {at_a_time} at a time, {instructions(run['machine']['cpu_flags'])}"]
+        what = f"{model}, {dtype}, {at_a_time} at a time, {instructions(run['machine']['cpu_flags'])}"
+        row = [
+            f"{what}; vLLM's threads bound" if bound_threads(run) else what,
+            _pair_beside_one(run["figures"]["runs"]),
+        ]
         for pair in ("baton pair", "baton colocated"):
             of = [each["output_tokens_per_s"] for each in run["figures"]["ratios"] if each["ours"] == pair]
             middle = f"{min(each['ratio'] for each in of):.2f} to {max(each['ratio'] for each in of):.2f} times"
             least, most = min(each["ratio_min"] for each in of), max(each["ratio_max"] for each in of)
             row.append(f"{middle} ({least:.2f} to {most:.2f})")
         rows.append(row)
-    return table(["model, weights and CPU", "a pair beside vLLM's pair", "one worker beside one vLLM"], rows)
+    heads = ["a pair beside one vLLM", "a pair beside vLLM's pair", "one worker beside one vLLM"]
+    return table(["model, weights and CPU", *heads], rows)
+
+
+def _pair_beside_one(runs: Sequence[Row]) -> str:
+    """The same for systems that are no pair of the comparison: by medians of the rounds at each point."""
+    rates: dict[tuple[int, int], dict[str, float]] = {}
+    for each in runs:
+        rates.setdefault((each["concurrency"], each["round"]), {})[each["system"]] = each["output_tokens_per_s"]
+    ratios: dict[int, list[float]] = {}
+    for (concurrency, _), of in rates.items():
+        if {"baton pair", "vllm single"} <= of.keys():
+            ratios.setdefault(concurrency, []).append(of["baton pair"] / of["vllm single"])
+    middle, every = [median(each) for each in ratios.values()], [each for of in ratios.values() for each in of]
+    return f"{min(middle):.2f} to {max(middle):.2f} times ({min(every):.2f} to {max(every):.2f})"
 
 
 def handoff(*runs: Run) -> str:

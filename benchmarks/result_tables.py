@@ -80,13 +80,25 @@ def compared_rows(figures: Figures, by: str, figure: str) -> Iterator[Row]:
     for each in figures["ratios"]:
         of = each[figure]
         rounds = sum((run["system"], run[by]) == (each["ours"], each[by]) for run in figures["runs"])
-        span = "{ratio_min:.2f} to {ratio_max:.2f}" if rounds > 1 else "one round"
+        span = f"{{ratio_min:.2f}} to {{ratio_max:.2f}} in {rounds} rounds" if rounds > 1 else "one round"
         yield each | {"ratio": "-" if of["ratio"] is None else f"**{{ratio:.2f}}** ({span})".format(**of)}
+
+
+def bound_threads(run: Run) -> bool:
+    """Whether the record is from before vLLM's threads could run on any core."""
+    peers = run.get("peers") or {}
+    return "vllm" in peers and "threads" not in peers["vllm"]["settings"]
+
+
+def _bound(run: Run) -> str:
+    why = '[log.md](log.md), "vLLM\'s threads, bound to cores"'
+    told = f"\nIn this record vLLM's threads were bound to cores, which makes it slower ({why}).\n"
+    return told if bound_threads(run) else ""
 
 
 def versus(run: Run) -> str:
     """Baton compared with vLLM: medians, and ratios of the rounds."""
-    return _versus(run) + failures(run["figures"]["runs"])
+    return _versus(run) + failures(run["figures"]["runs"]) + _bound(run)
 
 
 _versus = Table(
@@ -190,7 +202,12 @@ def _settings_rows(figures: Figures) -> Iterator[Row]:
         yield from (each | {"used": "yes" if each is best(runs) else ""} for each in runs)
 
 
-vllm_settings = Table(
+def vllm_settings(run: Run) -> str:
+    """vLLM with several settings, at 8 requests at a time."""
+    return _vllm_settings(run) + _bound(run)
+
+
+_vllm_settings = Table(
     """
 | vLLM | tokens of a step | cores left to the API server | output tokens/s | TTFT p50, ms | ITL P99, ms | used |
 | {form} | {settings[max_num_batched_tokens]} | {settings[reserved_cores]} | {output_tokens_per_s:.1f} \
@@ -229,7 +246,7 @@ def goodput(run: Run) -> str:
     told = ", ".join(f"{name} {Cell().format('{:g}', each['highest_rate'])}" for name, each in systems.items())
     targets = f"the first token within {workload['ttft_s']:g} s, the others {1000 * workload['itl_s']:g} ms apart"
     note = f"Targets of a request: {targets} in the mean. Highest of these rates at which 90 % met both: {told}."
-    return f"{_goodput(run)}\n{note}\n{failures(run['figures']['runs'])}"
+    return f"{_goodput(run)}\n{note}\n{failures(run['figures']['runs'])}{_bound(run)}"
 
 
 _goodput = Table(

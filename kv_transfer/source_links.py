@@ -20,6 +20,7 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.fields import Message
+from common.contract.messages.handoff import Detach
 from common.contract.messages.session import Hello, HelloRefused, Role, Welcome
 from common.runtime.channel import ControlClient, LinkState
 from common.runtime.clock import Clock, Pulse
@@ -58,6 +59,8 @@ class _Link:
     task: asyncio.Task[None]
     client: ControlClient | None = None
     """None until the address to connect to is known."""
+    listed: frozenset[RequestKey] = frozenset()
+    """The pulls that the last Hello has listed."""
 
 
 class SourceLinks:
@@ -184,11 +187,14 @@ class SourceLinks:
     def hello(self, link: ControlClient) -> Hello:
         """This worker's fingerprint and the pulls that are not over."""
         pulls = tuple(self._events.open_pulls(link.address))
+        self._links[link.address].listed = frozenset(pulls)
         return Hello(role=self._role, fingerprint=self._fingerprint, open_requests=pulls)
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """A session opens."""
         assert link.worker is not None
+        for key in self._links[link.address].listed.difference(self._events.open_pulls(link.address)):
+            link.send(Detach(request=key.request, attempt=key.attempt))  # it has ended here since the Hello
         self._events.on_source_open(link.address, link.worker, welcome)
 
     on_resync = on_open

@@ -135,12 +135,15 @@ def test_requests_that_failed_beside_vllm_are_told() -> None:
     failures = (("baton pair", 0), ("vllm pair", 2), ("baton pair", 0), ("vllm pair", 1))
     runs = [{"system": system, "failed": number, "concurrency": 8} for system, number in failures]
     lines = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs}}).splitlines()[2:]
-    row = "| baton pair / vllm pair | 8 | 400.0 / 80.0 | **5.00** (4.00 to 6.00) | 250 / 500 | 250 / 500 |"
+    row = "| baton pair / vllm pair | 8 | 400.0 / 80.0 | **5.00** (4.00 to 6.00 in 2 rounds) | 250 / 500 | 250 / 500 |"
     assert lines == [row, "", "Failed requests: 3 of vllm pair."]
-    whole = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs[::2]}})
-    assert whole.splitlines()[2:] == [row]
+    whole: Run = {"figures": {"ratios": [ratio], "runs": runs[::2]}}
+    assert result_tables.versus(whole).splitlines()[2:] == [row]
+    for settings, told in (({"threads": "nobind"}, False), ({}, True)):
+        text = result_tables.versus(whole | {"peers": {"vllm": {"settings": settings}}})
+        assert ("bound to cores" in text) == told
     (once,) = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs[:1]}}).splitlines()[2:]
-    assert once == row.replace("(4.00 to 6.00)", "(one round)")
+    assert once == row.replace("(4.00 to 6.00 in 2 rounds)", "(one round)")
 
 
 # --- README ----------------------------------------------------------------------------------------------------------
@@ -157,12 +160,19 @@ def test_beside_vllm_the_least_is_told_with_the_most() -> None:
             for ratio in found
         ]
         workload = {"model": model, "dtype": dtype, "concurrency": [1, 8]}
-        return {"workload": workload, "machine": {"cpu_flags": ["avx2"]}, "figures": {"ratios": each}}
+        rates = {"baton pair": (30.0, 20.0, 60.0, 90.0), "vllm single": (40.0, 40.0, 40.0, 40.0)}
+        points = [(1, 0), (1, 1), (8, 0), (8, 1)]
+        runs = [
+            {"system": system, "concurrency": at, "round": number, "output_tokens_per_s": rate}
+            for system, of in rates.items()
+            for (at, number), rate in zip(points, of, strict=True)
+        ]
+        return {"workload": workload, "machine": {"cpu_flags": ["avx2"]}, "figures": {"ratios": each, "runs": runs}}
 
     one = run("15m", "float32", baton_pair=(1.5, 1.04), baton_colocated=(0.98, 1.7))
     other = run("0.5b", "bfloat16", baton_pair=(3.4, 5.3), baton_colocated=(3.6, 2.4))
     one_row, other_row = beside_vllm(one, other).splitlines()[2:]
-    assert one_row.startswith("| 15m, float32, 1 8 at a time, AVX2 | ")
+    assert one_row.startswith("| 15m, float32, 1 8 at a time, AVX2 | 0.62 to 1.88 times (0.50 to 2.25) | ")
     assert one_row.endswith(" | 1.04 to 1.50 times (1.02 to 1.60) | 0.98 to 1.70 times (0.96 to 1.80) |")
     assert other_row.startswith("| 0.5b, bfloat16, 1 8 at a time, AVX2 | ")
     assert other_row.endswith(" | 3.40 to 5.30 times (3.38 to 5.40) | 2.40 to 3.60 times (2.38 to 3.70) |")

@@ -113,6 +113,20 @@ async def test_a_link_opens_at_first_need_and_is_kept(net: Net) -> None:
     )
 
 
+async def test_a_pull_that_ends_while_a_session_opens_is_detached(net: Net) -> None:
+    """Else the source would wait for its reader for ever, and never have drained."""
+    other = RequestKey(RequestId("r2"), 1)
+    net.events.pulls = (KEY, other)
+    assert net.links.need(net.address) is None
+    hello = await net.source.expect(Hello)
+    assert set(hello.open_requests) == {KEY, other}
+    net.events.pulls = (other,)
+    await net.source._welcome(hello, "zmq")
+    detach = await net.source.expect(Detach)
+    assert (detach.request, detach.attempt) == KEY
+    assert await net.events.next() == ("open", net.address, net.source.incarnation)
+
+
 async def test_a_source_that_goes_is_lost_and_found_at_the_next_need(net: Net) -> None:
     await net.opened()
     await net.source.send(Goodbye())
