@@ -164,7 +164,7 @@ async def test_the_pools_move(open_page: Callable[..., Any], gateway: Process) -
         await page.route("**/v1/chat/completions", lengthen)
         await page.evaluate(COUNT_BATONS)
         await page.evaluate(NOTE_WHAT_MOVES)
-        assert await page.locator(".worker[data-state=serving]").count() == 3
+        await page.wait_for_function("() => document.querySelectorAll('.worker[data-state=serving]').length === 3")
         await page.get_by_role("button", name="Send a burst").click()
         await page.get_by_text("All 24 are done.").wait_for()
         await page.wait_for_function("() => window.batons > 0")
@@ -189,8 +189,9 @@ async def test_who_wants_no_motion_gets_none(open_page: Callable[..., Any]) -> N
         page = seen.page
         await page.evaluate(COUNT_BATONS)
         await page.get_by_role("button", name="Send a burst").click()
-        await page.wait_for_function("() => document.querySelectorAll('#decode-workers .runner').length > 3")
-        assert await page.evaluate("document.querySelector('#decode-workers .runner').getAnimations().length") == 0
+        runners = "const all = document.querySelectorAll('#decode-workers .runner')"
+        seen_to_run = f"() => {{ {runners}; return all.length > 3 && [all[0].getAnimations().length] }}"
+        assert await (await page.wait_for_function(seen_to_run)).json_value() == [0]
         await page.get_by_text("All 24 are done.").wait_for()
         assert await page.evaluate("window.batons") == 0
 
