@@ -325,6 +325,7 @@ class WorkerShell:
         yield from self.core.metrics()
         yield from self._transfers.metrics()
         yield from self._step_tokens.collect()
+        yield gauge("baton_serving", "1 if the worker takes work, 0 if it drains.", self.phase is Phase.SERVING)
         yield counter("baton_engine_steps", "Engine steps.", engine.num_steps)
         age_s = self._clock() - self._step_since if self._num_submitted else 0.0
         yield gauge("baton_engine_step_age_seconds", "Time that the engine's present step has taken; 0: none.", age_s)
