@@ -118,8 +118,10 @@ AT_A_GLANCE: tuple[tuple[str, str | Callable[[Figures], str], str | Callable[[Fi
     ),
     (
         "interference-long-prompt",
-        "streams beside a prompt of 32,000 tokens, P99 of the gap: on a worker of their own / on the same",
-        "{disaggregated-512[itl_during][p99_ms]:.0f} / {colocated-512[itl_during][p99_ms]:.0f} ms",
+        "streams beside a prompt of 32,000 tokens in chunks of 256, P99 of the gap: on a worker of their own / on the "
+        "same; the prompt's first token",
+        "{disaggregated-256[itl_during][p99_ms]:.0f} / {colocated-256[itl_during][p99_ms]:.0f} ms; "
+        "{disaggregated-256[long_ttft_s]:.1f} / {colocated-256[long_ttft_s]:.1f} s",
     ),
     (
         "interference-flood",
