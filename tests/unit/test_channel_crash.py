@@ -143,7 +143,8 @@ async def test_a_worker_that_says_goodbye_has_not_crashed(net: Net) -> None:
     assert client.link.traffic.sessions_lost == 0
 
 
-async def test_a_connection_that_comes_back_is_no_loss(net: Net) -> None:
+async def test_a_connection_that_comes_back_is_no_loss(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ends, "RECONNECT_S", 1.5)  # a busy machine may need some of it
     worker = net.worker()
     proxy, port = await proxy_of(net, worker)
     client = await net.client(at(port)).opened()

@@ -34,6 +34,8 @@ from common.runtime.config import DeviceType
 BLOCK_SIZE = 16
 PROMPT = [7 * index % 380 for index in range(50)]
 ELSEWHERE = list(range(20, 30))
+PATIENT = Pulse(timeout_s=20.0)
+"""This process, which the tests share, ends when a rank of its group is silent for longer."""
 
 
 def load(
@@ -43,11 +45,11 @@ def load(
     device: DeviceType = "cpu",
     *,
     kv_cache_bytes: int = 2**20,
+    pulse: Pulse = PATIENT,
 ) -> ModelRunner:
     plan = None
     if width > 1:
         gpus = (0,) * width if device == "cuda" else ()
-        pulse = Pulse(timeout_s=20.0)  # this process, which the tests share, ends when a rank is silent for so long
         plan = GroupPlan(width=width, num_threads=1, pulse=pulse, device=device, gpus=gpus, collectives=collectives)
     return load_runner(
         folder,
@@ -250,9 +252,9 @@ WORKER = """
 import sys, time, torch
 from pathlib import Path
 sys.path.insert(0, "tests")
-from unit.test_ranks import PROMPT, decoded, load
+from unit.test_ranks import PROMPT, Pulse, decoded, load
 torch.set_num_threads(1)
-runner = load(Path(sys.argv[1]), 2)
+runner = load(Path(sys.argv[1]), 2, pulse=Pulse())
 busy = sys.argv[2] == "busy"
 while True:
     decoded(runner, PROMPT, 5, list(range(10)))
