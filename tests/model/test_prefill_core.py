@@ -9,14 +9,16 @@ from handoff_bounds import BLOCK_SIZE
 from handoff_worker import _REGION, _WELCOME, PREFILL, Facts
 
 from common.contract.block_hashes import block_hashes
+from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId
 from common.contract.messages.gateway import Abort, Drain, Prefill, PrefixHint, Resume, Source
-from common.contract.messages.worker import TokenScores
+from common.contract.messages.handoff import Attach, Detach
+from common.contract.messages.worker import Failed, TokenScores
 from common.contract.sampling import SamplingParams
-from common.engine.batch import InvalidLogitsError
+from common.engine.batch import InvalidLogitsError, SampledToken
 from common.scheduling.costs import Costs
-from common.worker.events import Compute, DrainWanted, HelloReceived, Received, StepEnded, StepWanted
-from kv_transfer.events import SourceOpened
+from common.worker.events import Compute, DrainWanted, HelloReceived, Received, StepEnded, StepWanted, Ticked
+from kv_transfer.events import Send, SourceOpened
 from prefill_worker.core import PrefillCore
 from prefill_worker.view import heartbeat, metrics
 
@@ -118,4 +120,20 @@ def test_kv_after_which_logits_are_no_numbers_is_not_found_again() -> None:
     core.handle(StepEnded(compute.work, None, [(InvalidLogitsError("NaN"),)], (TokenScores(),), (), 0.01), 0.0)
     assert not core.requests
     assert core.pool.match(block_hashes(_PROMPT.token_ids, BLOCK_SIZE)) == []
+    core.check_invariants()
+
+
+def test_the_end_of_an_offer_is_told_of_the_attempt_that_the_gateway_knows_here() -> None:
+    """Decode workers of later attempts attach to it; at this worker the gateway knows the first alone."""
+    core = prefill_core()
+    core.handle(Received(GATEWAY, _PROMPT), 0.0)
+    (compute,) = (each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, Compute))
+    core.handle(StepEnded(compute.work, None, [(SampledToken(5),)], (TokenScores(),), (), 0.01), 0.0)
+    sink, later = Incarnation("sink"), _PROMPT.attempt + 1
+    core.handle(HelloReceived(sink, frozenset()), 0.0)
+    core.handle(Received(sink, Attach(request=_PROMPT.request, attempt=later, offered=_PROMPT.attempt)), 0.0)
+    core.handle(Received(sink, Detach(request=_PROMPT.request, attempt=later)), 0.0)
+    told = [each.message for each in core.handle(Ticked(), 50.0) if isinstance(each, Send) and each.peer == GATEWAY]
+    (failed,) = (each for each in told if isinstance(each, Failed))
+    assert (failed.attempt, failed.cause) == (_PROMPT.attempt, Cause.LEASE_LOST)
     core.check_invariants()
