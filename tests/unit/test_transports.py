@@ -704,7 +704,7 @@ def test_a_connection_that_broke_while_idle_is_made_anew(lied_to: tuple[Liar, Zm
         poll_to_end(read, sink)
         assert read.state is ReadState.DONE
         liar.reopen()
-        time.sleep(0.2)  # the sink's end is told
+        assert sink._links[liar.incarnation]._events.poll(int(1000 * END_BOUND_S)), "the sink's end is not told"
 
 
 def test_a_source_that_is_not_there_fails_the_read(lied_to: tuple[Liar, ZmqTransport, Cache]) -> None:
