@@ -92,7 +92,7 @@ def bound_threads(run: Run) -> bool:
 
 def _bound(run: Run) -> str:
     why = '[log.md](log.md), "vLLM\'s threads, bound to cores"'
-    told = f"\nIn this record vLLM's threads were bound to cores, which makes it slower ({why}).\n"
+    told = f"\nIn this record vLLM's threads were bound to cores, which mostly makes it slower ({why}).\n"
     return told if bound_threads(run) else ""
 
 
