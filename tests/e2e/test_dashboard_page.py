@@ -271,4 +271,4 @@ async def test_a_worker_that_cannot_be_reached_is_shown_as_lost(
             assert await page.get_by_role("button", name="Drain Prefill 1").count() == 0
             assert await seen.accessibility() == []
         await lost.wait_for(state="detached")
-        assert await page.locator(".worker[data-state=serving]").count() == 3
+        await page.wait_for_function("() => document.querySelectorAll('.worker[data-state=serving]').length === 3")

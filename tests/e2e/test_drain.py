@@ -212,13 +212,13 @@ async def test_a_worker_whose_engine_hangs_gets_nothing_until_it_steps(
         hung = registry.workers[stage.address]
         expected = await answer(dispatcher, generation(prompt(90, 90), **LONG))
         async with streaming(stage, dispatcher, registry, 90) as task:
-            monkeypatch.setattr(registry, "_stall_s", 1.0)
+            monkeypatch.setattr(registry, "_stall_s", 3.0)
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
         assert dispatcher.recovery.failovers == {Cause.WORKER_LOST: 1}
         assert not hung.usable
         await until(lambda: leaving.state()["running"] == 0, "its requests were not taken away")
-        assert leaving.process.metric("baton_engine_step_age_seconds") > 1.0
+        assert leaving.process.metric("baton_engine_step_age_seconds") > 3.0
         number = hung.load.number if hung.load else 0
         await until(lambda: hung.load is not None and hung.load.number > number + 3, "it tells nothing")
         assert not hung.usable, "the engine hangs still"
