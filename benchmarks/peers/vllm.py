@@ -1,4 +1,4 @@
-"""Starts vLLM on a CPU in its fastest configuration: one instance, or a prefill/decode pair over its NIXL connector.
+"""Starts vLLM on a CPU in the fastest way found so far: an instance, or a prefill/decode pair over its NIXL connector.
 
     python -m benchmarks.peers.vllm single|pair --model FOLDER --port N
 
@@ -75,7 +75,7 @@ def chosen(form: str, model: str, dtype: str) -> Settings:
 
 def described(dtype: str, by_form: Mapping[str, object]) -> dict[str, object]:
     """The description of vLLM in a record: its version, those of its libraries, and its settings, of which some are
-    `by_form`. `EXECUTOR` and `BINDING` were measured to be the fastest on two cores (docs/log.md)."""
+    `by_form`. `EXECUTOR` and `BINDING` are the fastest on two cores with the 15M model (docs/log.md)."""
     versions = installed(ENVIRONMENT, PINS)
     settings = {"dtype": dtype, "kv_cache_gib": KV_CACHE_GIB, "max_num_seqs": MAX_NUM_SEQS}
     settings |= {"executor": EXECUTOR, "threads": BINDING, "nixl_delay_us": NIXL_DELAY_US}
