@@ -85,7 +85,7 @@ def compared_rows(figures: Figures, by: str, figure: str) -> Iterator[Row]:
 
 
 def bound_threads(run: Run) -> bool:
-    """Whether the record is from before vLLM's threads could run on any core."""
+    """Whether the record is from before vLLM's threads could run on any core: all were bound then."""
     peers = run.get("peers") or {}
     return "vllm" in peers and "threads" not in peers["vllm"]["settings"]
 
@@ -204,14 +204,17 @@ def _settings_rows(figures: Figures) -> Iterator[Row]:
 
 def vllm_settings(run: Run) -> str:
     """vLLM with several settings, at 8 requests at a time."""
-    return _vllm_settings(run) + _bound(run)
+    threads = "bound" if bound_threads(run) else "nobind"
+    runs = [each | {"settings": {"threads": threads} | each["settings"]} for each in run["figures"]["runs"]]
+    return _vllm_settings(run | {"figures": {"runs": runs}}) + _bound(run)
 
 
 _vllm_settings = Table(
     """
-| vLLM | tokens of a step | cores left to the API server | output tokens/s | TTFT p50, ms | ITL P99, ms | used |
-| {form} | {settings[max_num_batched_tokens]} | {settings[reserved_cores]} | {output_tokens_per_s:.1f} \
-| {ttft_p50_s:m.0f} | {itl_p99_s:m.0f} | {used} |
+| vLLM | tokens of a step | cores left to the API server | threads | output tokens/s | TTFT p50, ms | ITL P99, ms \
+| used |
+| {form} | {settings[max_num_batched_tokens]} | {settings[reserved_cores]} | {settings[threads]} \
+| {output_tokens_per_s:.1f} | {ttft_p50_s:m.0f} | {itl_p99_s:m.0f} | {used} |
 """,
     _settings_rows,
 )

@@ -2,7 +2,7 @@
 
     python -m benchmarks.vllm_settings --model 15m --dtype float32
 
-The candidates are `CANDIDATES`. One is up at a time, so that large models fit; after a warm-up it gets the load
+`candidates` are what is tried. One is up at a time, so that large models fit; after a warm-up it gets the load
 `--runs` times, of which the median counts. `benchmarks.versus` and `benchmarks.goodput` use the best of them
 (`vllm.chosen`) at every concurrency and rate. The results so far are recorded after each candidate. Needs
 `python -m benchmarks.peers.install_vllm`.
@@ -11,8 +11,8 @@ The candidates are `CANDIDATES`. One is up at a time, so that large models fit; 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,20 @@ from benchmarks.command import Result, run, show
 from benchmarks.load_run import load_figures, run_load
 from benchmarks.models import Model, model_with_texts
 from benchmarks.peers import vllm
-from benchmarks.peers.vllm import FORMS, Settings
+from benchmarks.peers.vllm import FORMS, Settings, best
 from benchmarks.record import by_cpu
 
 CONCURRENCY = 8
-_SIZES = [Settings(max_num_batched_tokens=number) for number in (512, 1024, 2048, 4096)]
-CANDIDATES = {"single": [*_SIZES, Settings(reserved_cores=1)], "pair": _SIZES}
-"""The settings that are tried, by form."""
+
+
+def candidates(form: str, done: Sequence[Mapping[str, Any]]) -> Iterator[Settings]:
+    """The settings that are tried: several sizes of a step, then the other settings with the best size. `done` are the
+    runs so far, to which the run of each candidate is appended before the next is asked for."""
+    yield from (Settings(max_num_batched_tokens=number) for number in (512, 1024, 2048, 4096))
+    chosen = Settings(**best(each for each in done if each["form"] == form)["settings"])
+    yield replace(chosen, threads="bound")
+    if form == "single":
+        yield replace(chosen, reserved_cores=1)
 
 
 def measure(
@@ -44,8 +51,8 @@ def measure(
     options = ["--workload", "fixed", "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
     options += ["--concurrency", str(CONCURRENCY), "--requests", str(requests)]
     done: list[dict[str, Any]] = []
-    for form, candidates in CANDIDATES.items():
-        for settings in candidates:
+    for form in FORMS:
+        for settings in candidates(form, done):
             with FORMS[form](folder, dtype=dtype, settings=settings) as url:
                 made = [
                     load_figures(run_load(url, scratch / "run.json", *options, "--seed", str(seed)))

@@ -65,9 +65,11 @@ class LocalPrompts:
     def budget(self, decodes: Collection[DecodeChoice], most: int, now: float) -> int:
         """Most prompt tokens of a step with these decodes: at most `most`, and as many without decodes.
 
-        By the measured costs, the step takes at most `_SHARE` of the shortest target between tokens of the tiers that
-        decode; or all of it, if at that rate the waiting prompts were not done by the deadline of the most urgent one.
-        At least a quarter of that time is the prompts', however long the decodes take.
+        A step has prompts in their order until they take as long as its decodes, and ends with a prompt: with others in
+        the same step the first would wait for the last. By the measured costs, the step takes at most `_SHARE` of the
+        shortest target between tokens of the tiers that decode, of which at least a quarter is the prompts', however
+        long the decodes take. If at that rate the waiting prompts were not done by the deadline of the most urgent one,
+        a step has all that this share allows, or else the whole target.
         """
         if not decodes or not len(self._chunks):
             return most
@@ -76,12 +78,15 @@ class LocalPrompts:
         token_s, decode_s = self._costs.prefill_s_per_token, self._costs.decode_s
         target_s = min(map(self._policy.itl_target_s, {choice.request.work.tier for choice in decodes}))
         due_s = next(iter(self._chunks)).urgency[1] - now
-        prompts_s = _beside(decode_s, _SHARE * target_s)
-        if self._chunks.num_uncomputed * token_s * (1 + decode_s / prompts_s) > due_s:
-            prompts_s = _beside(decode_s, target_s)
-        if prompts_s >= most * token_s:
-            return most
-        return min(most, max(_LEAST_TOKENS, int(prompts_s / token_s)))
+        share, whole = (
+            most if prompts_s >= most * token_s else min(most, max(_LEAST_TOKENS, int(prompts_s / token_s)))
+            for prompts_s in (_beside(decode_s, _SHARE * target_s), _beside(decode_s, target_s))
+        )
+        first = self._chunks.num_up_to_end(max(_LEAST_TOKENS, decode_s / token_s if token_s else most), most)
+        for num_tokens in (min(max(_LEAST_TOKENS, first), share), share, whole):
+            if self._chunks.num_uncomputed * (token_s + decode_s / num_tokens) <= due_s:
+                break
+        return num_tokens
 
     def plan(
         self, budget: int, now: float, permitted: Callable[[LocalPrompt], bool] | None

