@@ -63,15 +63,18 @@ class LocalPrompts:
         self._newest.add(prompt, (-tier.rank, -order))
 
     def budget(self, decodes: Collection[DecodeChoice], most: int, now: float) -> int:
-        """Most prompt tokens of a step with these decodes: at most `most`, and as many without decodes.
+        """Most prompt tokens of a step with these decodes: at most `most`.
 
-        A step has prompts in their order until they take as long as its decodes, and ends with a prompt: with others in
-        the same step the first would wait for the last. By the measured costs, the step takes at most `_SHARE` of the
-        shortest target between tokens of the tiers that decode, of which at least a quarter is the prompts', however
-        long the decodes take. If at that rate the waiting prompts were not done by the deadline of the most urgent one,
-        a step has all that this share allows, or else the whole target.
+        A step has prompts in their order until they take as long as its decodes (without decodes: until there are
+        `Costs.enough_tokens`), and ends with a prompt: with others in the same step the first would wait for the last.
+        By the measured costs, a step with decodes takes at most `_SHARE` of the shortest target between tokens of the
+        tiers that decode, of which at least a quarter is the prompts', however long the decodes take. If at that rate
+        the waiting prompts were not done by the deadline of the most urgent one, it has all that this share allows, or
+        else the whole target.
         """
-        if not decodes or not len(self._chunks):
+        if not decodes:
+            return min(most, max(_LEAST_TOKENS, self._chunks.num_up_to_end(self._costs.enough_tokens, most)))
+        if not len(self._chunks):
             return most
         if self._policy.prefill_tokens is not None:
             return min(most, self._policy.prefill_tokens)

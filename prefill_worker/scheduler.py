@@ -32,9 +32,6 @@ LOOK_AHEAD = 16
 SHARED_STEP_S = 0.1
 """Longest expected duration, in seconds, of a step that several prompts share. Each prompt waits for the end of the
 step, and so is delayed by those that came after it; longer steps do not compute faster."""
-ENOUGH_STEPS = 8
-"""A step takes no further prompt after one that ends with it, if its tokens take so many times its fixed time: what the
-further one would save by sharing the step is less than the delay of those before it."""
 LEAST_CHUNK_TOKENS = 64
 """Fewest tokens to which measured costs shorten a chunk. On a CPU, chunks of 64 tokens make a prompt take 1.06 to 1.2
 times as long as chunks of 512 do, and smaller ones longer."""
@@ -207,9 +204,8 @@ class PrefillScheduler:
         if not seconds_per_token:
             return self._token_budget
         num_first = next((num for prompt in self.running if (num := self.running.num_unscheduled(prompt))), 0)
-        enough = max(LEAST_CHUNK_TOKENS, ENOUGH_STEPS * self._costs.step_s / seconds_per_token)
         shared = int(min(SHARED_STEP_S, self._longest_step_s) / seconds_per_token)
-        shared = min(shared, self.running.num_up_to_end(enough, chunk_size))
+        shared = min(shared, self.running.num_up_to_end(self._costs.enough_tokens, chunk_size))
         return min(self._token_budget, max(shared, min(num_first, chunk_size)))
 
     def step_done(self, chunks: Sequence[Chunk[PrefillRequest]]) -> list[Chunk[PrefillRequest]]:

@@ -8,6 +8,7 @@ step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MIN_OBSERVED_TOKENS = 16
@@ -19,6 +20,7 @@ _DECODE_WEIGHT = 0.25
 _FULL_WEIGHT_TOKENS = 256
 """Shorter steps say more about their fixed costs than about their tokens, so their weight falls with the square of the
 number of tokens."""
+_ENOUGH_STEPS, _ENOUGH_TOKENS = 8, 64
 _MAX_RATIO = 4.0
 """Greatest ratio of one observation to the estimate, and of the estimate to it. Otherwise a process that was stopped
 for a while would make prefill look expensive for minutes."""
@@ -44,6 +46,14 @@ class Costs:
         """Time per token of a prompt in full steps, with its part of their fixed time: what a worker tells others, and
         compares with the time to pull a token's KV."""
         return self.prefill_s_per_token + self.step_s / self.step_tokens
+
+    @property
+    def enough_tokens(self) -> float:
+        """Prompt tokens of a step, at least 64, that take eight times its fixed time: what a further prompt would save
+        by sharing it is less than the delay of those before it. Infinite if a token costs nothing."""
+        if not self.prefill_s_per_token:
+            return math.inf
+        return max(_ENOUGH_TOKENS, _ENOUGH_STEPS * self.step_s / self.prefill_s_per_token)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Move the estimate towards an observation: a step that did little else computed `num_tokens` prompt tokens in

@@ -35,11 +35,12 @@ def chunk_beside(*tiers: Tier, costs: Costs, prompt: Tier = Tier.STANDARD, waite
     return chunk.end - chunk.start
 
 
-def chunks_beside(lengths: Sequence[int], *, costs: Costs, waited_s: float = 0.0) -> list[int]:
-    """Tokens of prompts of so many tokens that a step with a decode takes; 0 for those of which it takes none. All
+def chunks_of(lengths: Sequence[int], *, costs: Costs, waited_s: float = 0.0, num_decodes: int = 1) -> list[int]:
+    """Tokens of prompts of so many tokens that a step with decodes takes; 0 for those of which it takes none. All
     prompts have waited for `waited_s`."""
     bench = Bench(2048, costs=costs, memory_reserve=EAGER, token_budget=2048, itl_target_s=ITL_S.get)
-    bench.enter(request("decode", 8))
+    for number in range(num_decodes):
+        bench.enter(request(f"decode {number}", 8))
     waiting = [request(f"prompt {number}", length, local=True) for number, length in enumerate(lengths)]
     bench.reserve(*waiting)
     bench.now = waited_s
@@ -92,21 +93,33 @@ def test_a_step_ends_with_the_prompt_with_which_prompts_take_as_long_as_the_deco
     lengths: tuple[int, ...], taken: list[int]
 ) -> None:
     """Here as long as 200 tokens; and a step has at most 1,400. Shorter prompts are due earlier."""
-    assert chunks_beside(lengths, costs=costs()) == taken
+    assert chunks_of(lengths, costs=costs()) == taken
 
 
 def test_prompts_of_a_few_tokens_share_a_step_however_fast_its_decodes_are() -> None:
-    assert chunks_beside((5, 6, 7, 8), costs=costs(decode_s=0.0)) == [5, 6, 7, 0]
-    assert chunks_beside((5, 6, 7, 8), costs=costs(decode_s=0.01, token_s=0.0)) == [5, 6, 7, 8]
+    assert chunks_of((5, 6, 7, 8), costs=costs(decode_s=0.0)) == [5, 6, 7, 0]
+    assert chunks_of((5, 6, 7, 8), costs=costs(decode_s=0.01, token_s=0.0)) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "taken"),
+    [((512, 512), [512, 0]), ((150, 512), [150, 512]), ((50, 60, 70, 80), [50, 60, 70, 0]), ((4000, 20), [2028, 20])],
+)
+def test_a_step_without_decodes_ends_with_the_prompt_with_which_it_has_enough_tokens(
+    lengths: tuple[int, ...], taken: list[int]
+) -> None:
+    """Those that take eight times its fixed time, here 160."""
+    alone = Costs(step_s=2e-3, prefill_s_per_token=1e-4, decode_s=0.1)
+    assert chunks_of(lengths, costs=alone, num_decodes=0) == taken
 
 
 def test_prompts_share_a_step_where_one_after_the_other_would_be_late() -> None:
     # The first is due after its target of 1 s and the time of its own 512 tokens, 0.05 s. All take 0.21 s in steps of
     # one prompt, with 0.02 s of decodes in each, and 0.17 s in steps of 1,400 tokens.
     prompts = (512, 512, 512)
-    assert chunks_beside(prompts, costs=costs(), waited_s=0.82) == [512, 0, 0]
-    assert chunks_beside(prompts, costs=costs(), waited_s=0.86) == [512, 512, 376]
-    assert chunks_beside(prompts, costs=costs(), waited_s=0.9) == [512, 512, 512], "up to the whole target, if need be"
+    assert chunks_of(prompts, costs=costs(), waited_s=0.82) == [512, 0, 0]
+    assert chunks_of(prompts, costs=costs(), waited_s=0.86) == [512, 512, 376]
+    assert chunks_of(prompts, costs=costs(), waited_s=0.9) == [512, 512, 512], "up to the whole target, if need be"
 
 
 @pytest.mark.parametrize(("decode_s", "num_tokens"), [(0.07, 90), (0.11, 50), (0.13, 40), (0.3, 40)])
