@@ -68,28 +68,36 @@ class LocalPrompts:
         A step has prompts in their order until they take as long as its decodes (without decodes: until there are
         `Costs.enough_tokens`), and ends with a prompt: with others in the same step the first would wait for the last.
         By the measured costs, a step with decodes takes at most `_SHARE` of the shortest target between tokens of the
-        tiers that decode, of which at least a quarter is the prompts', however long the decodes take. If at that rate
-        the waiting prompts were not done by the deadline of the most urgent one, it has all that this share allows, or
-        else the whole target.
+        tiers that decode, of which at least a quarter is the prompts', however long the decodes take. Where a prompt
+        would else be late it has all that this share allows, and where the most urgent one would be late with that, the
+        whole target.
         """
-        if not decodes:
-            return min(most, max(_LEAST_TOKENS, self._chunks.num_up_to_end(self._costs.enough_tokens, most)))
-        if not len(self._chunks):
+        chunks, costs = self._chunks, self._costs
+        if not most or not len(chunks):
             return most
-        if self._policy.prefill_tokens is not None:
+        if decodes and self._policy.prefill_tokens is not None:
             return min(most, self._policy.prefill_tokens)
-        token_s, decode_s = self._costs.prefill_s_per_token, self._costs.decode_s
+        token_s, decode_s = costs.prefill_s_per_token, costs.decode_s
+        if not decodes:
+            return min(most, max(_LEAST_TOKENS, chunks.num_up_to_end(costs.enough_tokens, most, now)))
+        enough = max(_LEAST_TOKENS, decode_s / token_s if token_s else most)
+        first = max(_LEAST_TOKENS, chunks.num_up_to_end(enough, most, now))
         target_s = min(map(self._policy.itl_target_s, {choice.request.work.tier for choice in decodes}))
-        due_s = next(iter(self._chunks)).urgency[1] - now
-        share, whole = (
-            most if prompts_s >= most * token_s else min(most, max(_LEAST_TOKENS, int(prompts_s / token_s)))
-            for prompts_s in (_beside(decode_s, _SHARE * target_s), _beside(decode_s, target_s))
-        )
-        first = self._chunks.num_up_to_end(max(_LEAST_TOKENS, decode_s / token_s if token_s else most), most)
-        for num_tokens in (min(max(_LEAST_TOKENS, first), share), share, whole):
-            if self._chunks.num_uncomputed * (token_s + decode_s / num_tokens) <= due_s:
-                break
-        return num_tokens
+        share = self._tokens_of(_SHARE * target_s, most)
+
+        def takes_s(num_tokens: int) -> float:
+            return chunks.num_uncomputed * (token_s + decode_s / num_tokens)
+
+        if takes_s(min(first, share)) <= chunks.due_at - now:
+            return min(first, share)
+        if takes_s(share) <= next(iter(chunks)).urgency[1] - now:
+            return share
+        return self._tokens_of(target_s, most)
+
+    def _tokens_of(self, step_s: float, most: int) -> int:
+        """Prompt tokens, at most `most`, of a step with decodes that should take `step_s`."""
+        prompts_s, token_s = _beside(self._costs.decode_s, step_s), self._costs.prefill_s_per_token
+        return most if prompts_s >= most * token_s else min(most, max(_LEAST_TOKENS, int(prompts_s / token_s)))
 
     def plan(
         self, budget: int, now: float, permitted: Callable[[LocalPrompt], bool] | None

@@ -97,7 +97,7 @@ class PrefillRequest:
     matched: list[int] = field(default_factory=list)
     """While the request waits: blocks of its beginning that the prefix cache had when last asked."""
     matched_at: int = 0
-    """The pool's count of evictions when `matched` was last reset."""
+    """The pool's count of lost names when `matched` was last reset."""
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Leading tokens whose KV is in `block_table`."""
@@ -157,12 +157,12 @@ class PrefillRequest:
         """Cached blocks of the prompt's beginning. The last token is always computed, for its logits; so is every token
         if all are to be scored.
 
-        Only an eviction removes a name from the cache, so until the next eviction earlier matches stay valid.
+        Earlier matches stay valid until a block loses its name.
         """
         if self.work.prompt_logprobs is not None:
             return []
-        if self.matched_at != pool.num_evicted:
-            self.matched, self.matched_at = [], pool.num_evicted
+        if self.matched_at != pool.num_names_lost:
+            self.matched, self.matched_at = [], pool.num_names_lost
         unmatched = range(len(self.matched), (len(self.token_ids) - 1) // block_size)
         self.matched += pool.match(self.block_hashes[index] for index in unmatched)
         return self.matched

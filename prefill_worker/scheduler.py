@@ -183,7 +183,7 @@ class PrefillScheduler:
         """The next step: chunks of running prompts, in order, within the token budget."""
         permitted = self.trials.permitted(self.running, lambda request: request.key, now)
         chunk_size = self._chunk_tokens()
-        chunks = self.running.schedule(self._step_tokens(chunk_size), chunk_size, now, permitted)
+        chunks = self.running.schedule(self._step_tokens(chunk_size, now), chunk_size, now, permitted)
         for chunk in chunks:
             if chunk.prompt.started_at is None:
                 chunk.prompt.started_at = now
@@ -197,15 +197,16 @@ class PrefillScheduler:
             return self._chunk_size
         return min(self._chunk_size, max(LEAST_CHUNK_TOKENS, int(left_s / seconds_per_token)))
 
-    def _step_tokens(self, chunk_size: int) -> int:
+    def _step_tokens(self, chunk_size: int, now: float) -> int:
         """Most tokens of the next step: the first prompt's chunk, and chunks of others up to the end of a prompt with
-        which there are enough tokens, as long as the step is expected to be short."""
+        which there are enough tokens, or, if a prompt would be late, as long as the step is expected to be short."""
         seconds_per_token = self._costs.prefill_s_per_token
         if not seconds_per_token:
             return self._token_budget
         num_first = next((num for prompt in self.running if (num := self.running.num_unscheduled(prompt))), 0)
         shared = int(min(SHARED_STEP_S, self._longest_step_s) / seconds_per_token)
-        shared = min(shared, self.running.num_up_to_end(self._costs.enough_tokens, chunk_size))
+        if num_first and self.running.num_uncomputed * seconds_per_token <= self.running.due_at - now:
+            shared = min(shared, self.running.num_up_to_end(self._costs.enough_tokens, chunk_size, now))
         return min(self._token_budget, max(shared, min(num_first, chunk_size)))
 
     def step_done(self, chunks: Sequence[Chunk[PrefillRequest]]) -> list[Chunk[PrefillRequest]]:
@@ -377,7 +378,7 @@ class PrefillScheduler:
         for request in self.waiting:
             assert request.state is PromptState.WAITING, request.story
             assert not request.block_table
-            if request.matched_at == self._pool.num_evicted:
+            if request.matched_at == self._pool.num_names_lost:
                 assert request.matched == self._pool.match(request.block_hashes[: len(request.matched)])
             assert request.num_computed == 0
             assert request.num_passed <= MAX_PASSED

@@ -14,7 +14,8 @@ The prefix cache: a full block whose contents are final can be *named* by its ha
 reference. It keeps the name when its last reference is released, and a caller that matches the name may share the block
 again. It may do so from limbo as well: while steps are in flight, the block's contents must not change, but they may be
 read. A cached block without references counts as free. It loses its name when `allocate` finds no plain free block; the
-block that was released longest ago is evicted first.
+block that was released longest ago is evicted first. A block whose KV has proved invalid is *spoiled* until its last
+reference is released: it loses its name, and gets none.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class BlockPool:
         self._named: dict[BlockHash, int] = {}
         # Named blocks without references and outside limbo, in the order of their release.
         self._unreferenced = _Idle()
-        self._num_evicted = 0
+        self._spoiled: set[int] = set()
+        self._num_evicted = self._num_names_lost = 0
         # Names added (True) or removed (False) since the last `take_changes`.
         self._changes: dict[BlockHash, bool] = {}
         # Block → last step that started before its release. Entries are in the order of release, so the steps ascend.
@@ -149,6 +151,11 @@ class BlockPool:
     def num_evicted(self) -> int:
         """Cached blocks that lost their name to `allocate` so far."""
         return self._num_evicted
+
+    @property
+    def num_names_lost(self) -> int:
+        """Names that blocks have lost so far. What `match` has found stays valid while it is the same."""
+        return self._num_names_lost
 
     def named(self) -> list[BlockHash]:
         """The names of all cached blocks."""
@@ -190,6 +197,7 @@ class BlockPool:
             names[block] = None
             self._changes[name] = False
         self._num_evicted += num
+        self._num_names_lost += num
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -218,6 +226,8 @@ class BlockPool:
             ref_counts[block] = count
             if count == 0:
                 unused.append(block)
+        if self._spoiled:
+            self._spoiled.difference_update(unused)
         if self._in_flight:
             self._limbo.update(dict.fromkeys(unused, self._last_step))
         else:
@@ -232,27 +242,30 @@ class BlockPool:
         """Give each of `blocks` its hash as a name, by which `match` finds it. Each must have a reference, be full, and
         hold valid KV that nobody will change.
 
-        Inert for a block that has a name, for a hash that names another block, and without a prefix cache.
+        Inert for a block that has a name or is spoiled, for a hash that names another block, and without a prefix
+        cache.
         """
         if not self.prefix_cache:
             return
         assert all(map(self._ref_counts.__getitem__, blocks)), f"one of blocks {blocks} is named but nobody holds it"
-        names, set_default = self._names, self._named.setdefault
+        names, set_default, spoiled = self._names, self._named.setdefault, self._spoiled
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            if names[block] is None and set_default(block_hash, block) == block:
+            if names[block] is None and block not in spoiled and set_default(block_hash, block) == block:
                 names[block] = block_hash
                 self._changes[block_hash] = True
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Take away the names of `blocks`, whose KV has proved invalid: nobody else finds it. Each must have a
-        reference."""
+        """Take away the names of `blocks`, whose KV has proved invalid, for good: nobody else finds it, whoever holds
+        them. Each must have a reference."""
         for block in blocks:
             assert self._ref_counts[block], f"block {block} is to be forgotten but nobody holds it"
+            self._spoiled.add(block)
             name = self._names[block]
             if name is not None:
                 del self._named[name]
                 self._names[block] = None
                 self._changes[name] = False
+                self._num_names_lost += 1
 
     def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """The cached blocks of the leading ones of `block_hashes`, up to the first hash that is not cached.
@@ -324,4 +337,6 @@ class BlockPool:
         assert self.prefix_cache or not names, "a block has a name without a prefix cache"
         assert all((name in self._named) == is_there for name, is_there in self._changes.items()), "a change is wrong"
         assert names.keys().isdisjoint(self._free), "a plain free block has a name"
+        assert names.keys().isdisjoint(self._spoiled), "a spoiled block has a name"
+        assert all(self._ref_counts[block] for block in self._spoiled), "nobody holds a spoiled block"
         assert names.keys() >= set(self._unreferenced), "an unreferenced cached block has no name"

@@ -108,14 +108,21 @@ class ChunkQueue(Generic[P]):
         """Tokens of `prompt` that are neither computed nor in an unfinished step."""
         return len(prompt.token_ids) - self._num_scheduled(prompt)
 
-    def num_up_to_end(self, least: float, chunk_size: int) -> int:
+    @property
+    def due_at(self) -> float:
+        """The earliest deadline of all prompts; there must be one."""
+        firsts = (bisect_left(self._order, (rank,)) for rank in range(len(Tier)))
+        return min(self._order[index][1] for index in firsts if index < len(self._order))
+
+    def num_up_to_end(self, least: float, chunk_size: int, now: float) -> int:
         """Tokens of the next chunks, of at most `chunk_size`, of the most urgent prompts, up to the first end of a
-        prompt at which they are at least `least`; of all prompts if there is none."""
-        total = 0
+        prompt at which they are at least `least`. Those of all prompts if there is none, or if an aged tier has a share
+        of the step, with which they would not end there."""
+        total, shared = 0, self._any_aged(now)
         for prompt in self:
             num_left = self.num_unscheduled(prompt)
             total += min(num_left, chunk_size)
-            if num_left <= chunk_size and total >= least:
+            if num_left <= chunk_size and total >= least and not shared:
                 break
         return total
 
@@ -189,6 +196,11 @@ class ChunkQueue(Generic[P]):
 
     def _tier(self, rank: int) -> Iterator[P]:
         return takewhile(lambda prompt: prompt.urgency[0] == rank, self.from_rank(rank))
+
+    def _any_aged(self, now: float) -> bool:
+        """Whether a tier below the most urgent one gets a share."""
+        lower = self._added[self._order[0][0] + 1 :] if self._order else ()
+        return any(aged(waiting, now - self._ageing_s) is not None for waiting in lower)
 
     def _fill_shares(self, sizes: dict[P, int], token_budget: int, chunk_size: int, now: float) -> int:
         """Give each aged tier below the most urgent one its share of the budget. Returns the rest of the budget."""

@@ -94,6 +94,15 @@ def test_a_step_with_enough_tokens_takes_no_prompt_after_one_that_ends(
     assert [chunk.end for chunk in made.schedule(0.0)] == computed
 
 
+@pytest.mark.parametrize(("now", "computed"), [(0.0, [200]), (100.0, [200, 200, 200])])
+def test_prompts_share_a_step_once_they_are_late(now: float, computed: list[int]) -> None:
+    made = scheduler(Costs(prefill_s_per_token=1e-4, step_s=2e-3))
+    for number in range(3):
+        made.add(request(f"p{number}", 200))
+    made.admit(0.0)
+    assert [chunk.end for chunk in made.schedule(now)] == computed
+
+
 def test_prompts_of_a_few_tokens_share_a_step_whatever_its_fixed_time_is() -> None:
     made = scheduler(Costs(prefill_s_per_token=1e-4))
     for number in range(10):

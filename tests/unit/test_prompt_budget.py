@@ -101,6 +101,36 @@ def test_prompts_of_a_few_tokens_share_a_step_however_fast_its_decodes_are() -> 
     assert chunks_of((5, 6, 7, 8), costs=costs(decode_s=0.01, token_s=0.0)) == [5, 6, 7, 8]
 
 
+@pytest.mark.parametrize(("now", "taken"), [(1.0, [250]), (2.0, [250, 300])])
+def test_a_prompt_of_a_lower_tier_shares_the_step_once_it_would_be_late(now: float, taken: list[int]) -> None:
+    """It is due after 2.03 s, and a new prompt of a higher tier comes before each step."""
+    targets: dict[str, Any] = {"ttft_target_s": TTFT_S.get, "itl_target_s": ITL_S.get}
+    bench = Bench(2048, costs=costs(), memory_reserve=EAGER, token_budget=2048, **targets)
+    bench.enter(request("decode", 8))
+    bench.now = now
+    bench.reserve(request("standard", 300, local=True))
+    bench.reserve(request("interactive", 250, tier=Tier.INTERACTIVE, local=True, arrived=now))
+    assert [chunk.end for chunk in bench.scheduler.schedule(now).chunks] == taken
+
+
+def test_a_prompt_ends_with_its_step_beside_the_share_of_an_aged_tier() -> None:
+    bench = Bench(2048, costs=costs(), memory_reserve=EAGER, token_budget=2048, itl_target_s=ITL_S.get, ageing_s=1.0)
+    bench.enter(request("decode", 8))
+    bench.reserve(request("batch", 3000, tier=Tier.BATCH, local=True))
+    bench.now = 5.0
+    bench.reserve(request("interactive", 300, tier=Tier.INTERACTIVE, local=True, arrived=5.0))
+    first, *_ = bench.scheduler.schedule(bench.now).chunks
+    assert (first.prompt.request.key.request, first.last) == ("interactive", True)
+
+
+def test_a_step_that_decodes_fill_has_no_prompts() -> None:
+    bench = Bench(2048, costs=costs(), memory_reserve=EAGER, token_budget=1, itl_target_s=ITL_S.get)
+    bench.enter(request("decode", 8))
+    bench.reserve(request("prompt", 300, local=True))
+    step = bench.scheduler.schedule(bench.now)
+    assert (len(step.decodes), step.chunks) == (1, [])
+
+
 @pytest.mark.parametrize(
     ("lengths", "taken"),
     [((512, 512), [512, 0]), ((150, 512), [150, 512]), ((50, 60, 70, 80), [50, 60, 70, 0]), ((4000, 20), [2028, 20])],
