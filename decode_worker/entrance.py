@@ -106,6 +106,11 @@ class Entrance:
     def mask_known(self, choice: DecodeChoice) -> None:
         """The sequence's next mask is known, or not needed any more."""
         self.awaited.discard(choice)
+        if choice in self.preempted:
+            self._look_again = True
+
+    def look_again(self) -> None:
+        """Who was refused may have room now, although no block has become free."""
         self._look_again = True
 
     def requests(self) -> set[DecodeRequest]:

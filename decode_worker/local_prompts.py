@@ -72,27 +72,27 @@ class LocalPrompts:
         would else be late it has all that this share allows, and where the most urgent one would be late with that, the
         whole target.
         """
-        chunks, costs = self._chunks, self._costs
+        chunks, costs, token_s = self._chunks, self._costs, self._costs.prefill_s_per_token
         if not most or not len(chunks):
             return most
         if decodes and self._policy.prefill_tokens is not None:
             return min(most, self._policy.prefill_tokens)
-        token_s, decode_s = costs.prefill_s_per_token, costs.decode_s
-        if not decodes:
-            return min(most, max(_LEAST_TOKENS, chunks.num_up_to_end(costs.enough_tokens, most, now)))
-        enough = max(_LEAST_TOKENS, decode_s / token_s if token_s else most)
-        first = max(_LEAST_TOKENS, chunks.num_up_to_end(enough, most, now))
-        target_s = min(map(self._policy.itl_target_s, {choice.request.work.tier for choice in decodes}))
-        share = self._tokens_of(_SHARE * target_s, most)
+        if decodes:
+            target_s = min(map(self._policy.itl_target_s, {choice.request.work.tier for choice in decodes}))
+            share, whole = self._tokens_of(_SHARE * target_s, most), self._tokens_of(target_s, most)
+            beside_s, enough = costs.decode_s, costs.decode_s / token_s if token_s else most
+        else:
+            share = whole = most
+            beside_s, enough = costs.step_s, costs.enough_tokens
+        first = chunks.num_up_to_end(max(_LEAST_TOKENS, enough), most, now)
+        first = min(max(_LEAST_TOKENS, first), share)
 
-        def takes_s(num_tokens: int) -> float:
-            return chunks.num_uncomputed * (token_s + decode_s / num_tokens)
+        def in_time(num_tokens: int, due_at: float) -> bool:
+            return chunks.num_uncomputed * (token_s + beside_s / num_tokens) <= due_at - now
 
-        if takes_s(min(first, share)) <= chunks.due_at - now:
-            return min(first, share)
-        if takes_s(share) <= next(iter(chunks)).urgency[1] - now:
-            return share
-        return self._tokens_of(target_s, most)
+        if in_time(first, chunks.due_at):
+            return first
+        return share if in_time(share, next(iter(chunks)).urgency[1]) else whole
 
     def _tokens_of(self, step_s: float, most: int) -> int:
         """Prompt tokens, at most `most`, of a step with decodes that should take `step_s`."""

@@ -167,8 +167,13 @@ class DecodeScheduler:
             return step
         ahead: frozenset[DecodeChoice] = frozenset() if before is None else frozenset(before.decodes)
         if not self.bound.fixed:
+            most = self.bound.num
             self.bound.update([*self.batch.running(), *self.batch.ready()])
+            if self.bound.num > most:
+                self.entrance.look_again()
         joined = self.sequences.next_step(now, ahead)
+        if joined:  # those that are ready to join count as about to grow
+            self.entrance.look_again()
         self.preemption.relieve(step, now)
         idle = self.batch.ending | {choice for choice in self.entrance.awaited if choice in self.batch}
         sitting_out = self._grow(step, now, idle) | idle

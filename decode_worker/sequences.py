@@ -183,6 +183,7 @@ class Sequences:
         choice.lookup = None
         choice.enter(StageEvent.END)
         self._entrance.mask_known(choice)
+        self._entrance.look_again()
 
     def take_blocks(self, choice: DecodeChoice) -> None:
         """Take the blocks of a sequence, whatever its state. Its full blocks stay in the prefix cache."""

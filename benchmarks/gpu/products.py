@@ -19,7 +19,7 @@ from benchmarks.gpu.timing import copy_bytes_per_s, graph_us, num_copies
 from common.engine.kernels import layer
 from common.engine.kernels.skinny import SkinnyTiling, skinny
 from common.engine.kernels.tuning import Kind
-from common.engine.linear import FEW_ROWS
+from common.engine.linear import FEW_ROWS, sum_in_float32
 
 ROWS = tuple(2**power for power in range(FEW_ROWS.bit_length()))
 TOLERANCE = 2e-2
@@ -72,6 +72,7 @@ class Scene:
 
     def __init__(self, product: Product, rows: int, device: torch.device, copies: int | None = None) -> None:
         torch.manual_seed(rows)
+        sum_in_float32()  # torch's products are those of a worker
         self.product = product
         copies = num_copies(product.num_bytes) if copies is None else copies
 
@@ -83,8 +84,8 @@ class Scene:
         self.weights = [random(product.outputs, product.inputs, std=product.inputs**-0.5) for _ in range(copies)]
 
     def kernel_calls(self, tiling: SkinnyTiling) -> list[Callable[[], object]]:
-        """One for each copy."""
-        onto = self.onto if self.product.kind == "onto" else None
+        """One for each copy; those that add to something add to the same copy of `onto`."""
+        onto = self.onto.clone() if self.product.kind == "onto" else None
         gated = self.product.kind == "gate"
         return [partial(skinny, self.x, weight, None, tiling, gated=gated, onto_MN=onto) for weight in self.weights]
 
@@ -99,20 +100,18 @@ class Scene:
 
     def error(self, tiling: SkinnyTiling) -> float:
         """How far from float32 the kernel is. Raises `AssertionError` if two results differ, or are far off."""
-        x, before = self.x.float(), self.onto.clone()
+        x = self.x.float()
         expected = linear(x, self.weights[0].float())
         if self.product.kind == "gate":
             gate, up = expected.chunk(2, -1)
             expected = silu(gate) * up
         if self.product.kind == "onto":
-            expected = expected + before.float()
+            expected = expected + self.onto.float()
         made = []
         for _ in range(2):
-            self.onto.copy_(before)
             out = self.kernel_calls(tiling)[0]()
             assert isinstance(out, torch.Tensor)
             made.append(out.clone())
-        self.onto.copy_(before)
         assert torch.equal(*made), f"not the same twice: {self.product}, {tiling}"
         error = float((made[0].float() - expected).norm() / expected.norm())
         assert error < TOLERANCE, f"off by {error:.2e}: {self.product}, {tiling}"

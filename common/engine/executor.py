@@ -85,6 +85,8 @@ class Executor:
                 self.backend.attend(q_THD, cache.layer(layer), batch, window, config.head_dim**-0.5)
         for batch in few_rows(cache.layout.block_size, cache.device):
             self.decoder.forward(batch, cache, self.backend)
+        if cache.device.type == "cuda":
+            torch.cuda.empty_cache()  # many of the longest sequences, as above, are in no step: give their memory back
 
     @torch.inference_mode()
     def compute(self, rows: Rows, chosen_N: torch.Tensor, *, after_swaps: bool = False) -> StepLogits:

@@ -33,6 +33,14 @@ MANY_ROWS = 128
 """Rows from which on a batch-invariant product on a GPU is cut in one way."""
 
 
+def sum_in_float32() -> None:
+    """Let GPUs sum the products of every type in float32, however the rows of a product are cut into parts, and
+    multiply float32 as such, whatever PyTorch's defaults and the environment say."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    torch.set_float32_matmul_precision("highest")
+
+
 def multiplies_natively(dtype: torch.dtype) -> bool:
     """Whether this machine's CPU has instructions for matrix products of `dtype`."""
     if dtype == torch.float32:

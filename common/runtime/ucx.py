@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*true\b", re.IGNORECASE)
+_NOT_BY_MALLOC = {
+    "expandable_segments:True": re.compile(r"\bexpandable_segments\s*:\s*true\b", re.IGNORECASE),
+    "backend:cudaMallocAsync": re.compile(r"\bbackend\s*:\s*cudaMallocAsync\b", re.IGNORECASE),
+}
+"""Settings of PyTorch's allocator with which memory does not come from `cudaMalloc`."""
 _TCP = ("tcp", "\\tcp")
 """UCX's names for TCP; the backslash form is the same transport, not an alias."""
 _RDMA = re.compile(r"\\?(ib|rc|dc|ud|srd|gga)(_\w+)?")
@@ -76,21 +80,23 @@ def _open(environ: MutableMapping[str, str], with_tcp: bool) -> Sequence[str]:
 
 
 def guard_allocator(device: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse expandable segments on a GPU ("cuda"); what the variables say does not matter to other devices.
+    """Refuse expandable segments and `cudaMallocAsync` on a GPU ("cuda"); what the variables say does not matter to
+    other devices.
 
-    PyTorch then maps a tensor from several pieces of physical memory. NIXL must register what `cudaMalloc` gives: UCX
-    opens a GPU's memory to another process by a CUDA IPC handle, which such a mapping does not have.
+    NIXL must register what `cudaMalloc` gives: UCX opens a GPU's memory to another process by a CUDA IPC handle, which
+    neither a mapping of several pieces of physical memory has nor memory of a stream-ordered pool.
     Raises `OperatorError`.
     """
     if device != "cuda":
         return
     for variable in _ALLOCATOR_VARIABLES:
         value = environ.get(variable, "")
-        if _EXPANDABLE.search(value):
-            raise OperatorError(
-                f"{variable}={value}: with expandable segments the KV cache on a GPU cannot be registered for "
-                "transfers; remove expandable_segments:True from the variable"
-            )
+        for setting, pattern in _NOT_BY_MALLOC.items():
+            if pattern.search(value):
+                raise OperatorError(
+                    f"{variable}={value}: with {setting} the KV cache on a GPU cannot be registered for transfers; "
+                    "remove it from the variable"
+                )
 
 
 def guard_route(

@@ -122,7 +122,7 @@ class ChunkQueue(Generic[P]):
         for prompt in self:
             num_left = self.num_unscheduled(prompt)
             total += min(num_left, chunk_size)
-            if num_left <= chunk_size and total >= least and not shared:
+            if 0 < num_left <= chunk_size and total >= least and not shared:
                 break
         return total
 

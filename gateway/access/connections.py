@@ -52,6 +52,9 @@ class ConnectionBounds:
     stall_timeout_s: float = 60.0
     """Time in which the client must read at least one byte of an answer that waits for it. A connection on which
     nothing is read is aborted after one to two such times."""
+    reading_timeout_s: float = 1800.0
+    """Time in which the client must read an answer that is no stream, which waits for it as a whole. What is left of it
+    when its end is written is bounded by `stall_timeout_s` alone: it is little."""
     max_head_bytes: int = 64 * 2**10
     """All lines of a head together, in bytes."""
 
@@ -133,7 +136,11 @@ class _Connection(web.RequestHandler):
         """Send the answer and get ready for the next request; aiohttp's own error answers are given the API's shape."""
         if isinstance(resp, web.HTTPException):
             resp = from_http(resp, request.path, 0).response(1)
-        end = await super().finish_response(request, resp, start_time)
+        timer = asyncio.get_running_loop().call_later(self._bounds.reading_timeout_s, self._read_too_slowly)
+        try:
+            end = await super().finish_response(request, resp, start_time)
+        finally:
+            timer.cancel()
         self._body = request.content
         self._num_answered += 1
         return end
@@ -201,6 +208,11 @@ class _Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.write(_raw_response(ApiError(status, message)))
         self.force_close()
+
+    def _read_too_slowly(self) -> None:
+        self._listener.refused("slow_reader")
+        if self._open_transport is not None:
+            self._open_transport.abort()
 
     def _expect_reading(self) -> None:
         """Abort the connection if as many bytes wait to be read after the stall timeout as now; else check again.

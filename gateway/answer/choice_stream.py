@@ -18,6 +18,8 @@ from gateway.text.prompt_text import PromptText
 
 _QUEUED_PIECES = 64
 """Pieces that wait for the client, of a request with several prompts; at this number its generations are not read."""
+_TURN_CHOICES = 64
+"""Choices without tokens that are answered in one turn of the event loop."""
 _PROMPTS_AT_ONCE = 64
 """Prompts of one request that are generated at a time; the others begin as these end. With this bound, all requests
 that may be in flight have no more open generations than one message to a worker can list."""
@@ -95,6 +97,8 @@ async def _prompts_alone(job: Job) -> AsyncGenerator[Piece, None]:
         for _ in range(generation.num_choices)
     ]
     for choice, text in enumerate(texts):
+        if choice % _TURN_CHOICES == 0:
+            await asyncio.sleep(0)  # let other tasks run: there may be many choices
         yield Piece(choice=choice, text=text, num_tokens=0, reports=(), finish_reason="length")
 
 

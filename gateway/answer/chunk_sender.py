@@ -17,7 +17,7 @@ class ChunkSender:
     def __init__(self, events: EventStream, job: Job, answer: AnswerFormat, observe: Callable[[Piece], None]) -> None:
         """`observe` is called with each piece before it is sent."""
         self._events = events
-        self._job = job
+        self._num_prompt_tokens = job.num_prompt_tokens if job.continuous_usage else None
         self._observe = observe
         self._chunks = ChunkEncoder(answer, usage_follows=job.include_usage)
         self._begun: set[int] = set()
@@ -54,6 +54,6 @@ class ChunkSender:
         if not (first or piece.told or piece.finish_reason is not None):
             return b""
         usage = None
-        if self._job.continuous_usage:
-            usage = usage_of(self._job.num_prompt_tokens, self._num_tokens)
+        if self._num_prompt_tokens is not None:
+            usage = usage_of(self._num_prompt_tokens, self._num_tokens)
         return self._chunks.encode(piece, first, usage)

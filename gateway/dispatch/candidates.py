@@ -37,11 +37,11 @@ class Candidates:
         self._router = router
 
     def stands(self, want: PlacementRequest) -> bool:
-        """Whether the worker that made the want's offer is still there."""
+        """Whether the worker that made the want's offer is still there, and makes progress."""
         assert want.offer is not None
         life = want.offer.life
         worker = self._registry.workers.get(life.address)
-        return worker is not None and worker.incarnation == life.incarnation
+        return worker is not None and worker.incarnation == life.incarnation and not worker.stalled
 
     def able(self, want: PlacementRequest, fits: Fingerprint | None) -> list[WorkerView]:
         """The decode workers that may take these choices, full ones included."""

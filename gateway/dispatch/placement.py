@@ -114,9 +114,8 @@ class Placement:
         """Learn from an admitted request that has its first token, or will never have one."""
         expected, request.expected = request.expected, None
         if expected is not None and self._ttft_limits is not None:
-            generation = request.flow.generation
-            came_at = generation.waterfall.arrived_at or request.opened_at
-            self._ttft_limits.observe(generation.tier, expected, now - came_at, now)
+            # Not from its arrival: a client may take its time to send the body, for which nobody waits.
+            self._ttft_limits.observe(request.flow.generation.tier, expected, now - request.opened_at, now)
 
     # --- assignments ---------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class TtftLimits:
         )
 
     def observe(self, tier: Tier, expected: Expected, ttft_s: float, now: float) -> None:
-        """Record that an admitted request has its first token, or ended without one, `ttft_s` after its arrival.
+        """Record that an admitted request has its first token, or ended without one, `ttft_s` after it was opened.
 
         `expected` is what was expected at its admission. Requests admitted before the last step are ignored, because
         that step already covers them.

@@ -166,6 +166,8 @@ class Intake:
         if not form.echo:
             return self._job(form, generations)
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
+        if (form.n or 1) * sum(len(each.encode(errors="replace")) for each in echoes) > self._most_bytes:
+            raise invalid("echo", f"the echoed prompts, once for each choice, are more than {self._most_bytes} bytes")
         return self._job(form, generations, echoes)
 
     async def chat(self, form: ChatRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:

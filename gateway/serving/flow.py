@@ -178,7 +178,7 @@ class Flow:
         return self._begin(attempt, where + hint, budget_s, prefix)
 
     def without_offer(self, want: PlacementRequest) -> list[FlowAction]:
-        """The worker whose offer stood is gone: want new workers for the unfinished choices instead."""
+        """The worker whose offer stood is gone, or hangs: want new workers for the unfinished choices instead."""
         self.wants.remove(want)
         choices = [choice for choice in want.choices if not choice.ended]
         return [*self._let_go(want), *self._want_all(want.key.request, choices)]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -107,6 +107,8 @@ class EventStream:
         response = self._response
         if response is None:
             response = _Response(headers=_HEADERS)
+            if self._request.version < HttpVersion11:
+                response.force_close()  # only the connection's end tells the client that nothing follows
             await response.prepare(self._request)
             self._response = response
         if more and len(event) < _FEW_BYTES:

@@ -24,7 +24,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.prefix_cache = True
         self.pool = BlockPool(NUM_BLOCKS)
         self.names: dict[int, BlockHash] = {}
-        self.num_evicted = 0
+        self.num_evicted = self.num_lost = 0
+        self.spoiled: set[int] = set()
         self.owners: list[list[int]] = []
         self.in_flight: list[int] = []
         self.waits_for: dict[int, set[int]] = {}
@@ -55,6 +56,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         evicted = [block for block in blocks if block in self.names]
         assert blocks[min(num, num_plain) :] == evicted, "a cached block is evicted while a plain one is free"
         self.num_evicted += len(evicted)
+        self.num_lost += len(evicted)
         for block in evicted:
             del self.names[block]
         for block in blocks:
@@ -75,8 +77,19 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def name(self, data: st.DataObject, block_hash: BlockHash) -> None:
         block = data.draw(st.sampled_from([block for owned in self.owners for block in owned]))
         self.pool.name([block], [block_hash])
-        if self.prefix_cache and block not in self.names and block_hash not in self.names.values():
+        has_none = block not in self.names and block not in self.spoiled
+        if self.prefix_cache and has_none and block_hash not in self.names.values():
             self.names[block] = block_hash
+
+    @precondition(lambda self: any(self.owners))
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """Its KV has proved invalid: whoever holds it, it has no name until all have released it."""
+        owned = data.draw(st.sampled_from(self.owners))
+        blocks = owned[: data.draw(st.integers(0, len(owned)))]
+        self.pool.forget(blocks)
+        self.spoiled |= set(blocks)
+        self.num_lost += sum(self.names.pop(block, None) is not None for block in blocks)
 
     @rule(wanted=st.lists(st.sampled_from(HASHES), max_size=4, unique=True))
     def match(self, wanted: list[BlockHash]) -> None:
@@ -100,8 +113,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         owned = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
         self.pool.release(owned)
         for block in owned:
-            if self.references(block) == 0 and self.in_flight:
-                self.waits_for[block] = set(self.in_flight)
+            if self.references(block) == 0:
+                self.spoiled.discard(block)
+                if self.in_flight:
+                    self.waits_for[block] = set(self.in_flight)
 
     @rule()
     def start_step(self) -> None:
@@ -124,6 +139,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.num_limbo == len(self.waits_for)
         assert self.pool.num_cached == len(self.names)
         assert self.pool.num_evicted == self.num_evicted
+        assert self.pool.num_names_lost == self.num_lost
         assert self.pool.num_free + self.pool.num_used + self.pool.num_limbo == self.pool.num_blocks
 
     def teardown(self) -> None:
@@ -227,6 +243,26 @@ def test_a_name_is_given_once() -> None:
     assert pool.match(HASHES[1:2]) == []
     pool.release([first, second])
     assert pool.allocate(1) == [second], "the block without a name is plain"
+
+
+def test_what_is_forgotten_is_named_no_more_while_anybody_holds_it() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.name([block], [HASHES[0]])
+    pool.share([block])
+    lost = pool.num_names_lost
+    pool.forget([block])
+    assert pool.num_names_lost == lost + 1
+    pool.release([block])
+    pool.name([block], [HASHES[0]])
+    assert pool.match([HASHES[0]]) == []
+    pool.check_invariants()
+    pool.release([block])
+    again = pool.allocate(2)
+    pool.name([block], [HASHES[0]])
+    assert pool.match([HASHES[0]]) == [block], "its next owner has computed it anew"
+    pool.release(again)
+    pool.check_invariants()
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:

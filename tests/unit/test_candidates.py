@@ -111,6 +111,9 @@ def test_an_offer_stands_as_long_as_its_worker() -> None:
     pool = Pool()
     want = pool.want(offer=True)
     assert pool.candidates.stands(want)
+    pool.registry.workers[P].stalled = True
+    assert not pool.candidates.stands(want), "nobody would ever be told that it hangs"
+    pool.registry.workers[P].stalled = False
     pool.registry.lost(P)
     assert not pool.candidates.stands(want)
     pool.registry.opened(P, life(P, 2).incarnation, welcome(Role.PREFILL))

@@ -228,3 +228,44 @@ def test_a_share_and_what_is_left_over_make_one_chunk() -> None:
     bench = Bench(token_budget=64, chunk_size=40)
     bench.add(Piece("i", 20, INTERACTIVE), Piece("b", 100, BATCH))
     assert bench.step(now=20.0) == "i[0,20] b[0,40)"
+
+
+# --- where a step ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("least", "lengths", "expected"),
+    [(5, (4, 3, 6), 7), (4, (4, 3, 6), 4), (0, (4, 3), 4), (99, (4, 3), 7), (5, (9, 3, 2), 11), (5, (9, 9), 16)],
+)
+def test_as_many_tokens_as_there_are_up_to_the_end_of_a_prompt(
+    least: int, lengths: Sequence[int], expected: int
+) -> None:
+    """Chunks have at most 8 tokens."""
+    bench = Bench()
+    bench.add(*(Piece(f"p{number}", length, deadline=number) for number, length in enumerate(lengths)))
+    assert bench.queue.num_up_to_end(least, 8, 0.0) == expected
+
+
+def test_a_prompt_that_ends_with_the_step_before_is_no_end() -> None:
+    bench = Bench(token_budget=4)
+    bench.add(Piece("in flight", 4, deadline=1.0))
+    chunks = bench.schedule()
+    bench.add(Piece("longer than a chunk", 20), Piece("last", 3, deadline=2.0))
+    assert bench.queue.num_up_to_end(5, 8, 0.0) == 11
+    assert bench.done(chunks)
+
+
+def test_beside_the_share_of_an_aged_tier_no_prompt_ends_a_step() -> None:
+    bench = Bench()
+    bench.add(Piece("batch", 6, tier=BATCH), now=0.0)
+    bench.add(Piece("standard", 5), now=20.0)
+    assert bench.queue.num_up_to_end(1, 8, 5.0) == 5
+    assert bench.queue.num_up_to_end(1, 8, 20.0) == 11
+
+
+def test_the_earliest_deadline_may_be_of_a_lower_tier() -> None:
+    bench = Bench()
+    bench.add(Piece("batch", 6, tier=BATCH, deadline=3.0), Piece("interactive", 5, tier=INTERACTIVE, deadline=9.0))
+    assert bench.queue.due_at == 3.0
+    bench.add(Piece("standard", 5, deadline=2.0))
+    assert bench.queue.due_at == 2.0

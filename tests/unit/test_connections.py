@@ -375,7 +375,7 @@ async def test_an_answer_that_nobody_reads(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_slow_reader_gets_its_answer(stream: bool) -> None:
-    bounds = ConnectionBounds(stall_timeout_s=60)
+    bounds = ConnectionBounds(stall_timeout_s=60, reading_timeout_s=10_000)
     async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
         body = json.dumps(LARGE | {"stream": stream}).encode()
         with _small_client(server) as client, Time() as time:
@@ -390,6 +390,22 @@ async def test_a_slow_reader_gets_its_answer(stream: bool) -> None:
         assert len(answer) > 2**17
         assert time.now - time.start > 120
         assert _refused(server, "stalled") == 0
+
+
+async def test_a_whole_answer_is_not_kept_for_ever() -> None:
+    """Its client reads enough not to stall."""
+    bounds = ConnectionBounds(stall_timeout_s=60, reading_timeout_s=120)
+    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+        body = json.dumps(LARGE).encode()
+        with _small_client(server) as client, Time() as time:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, _head(len(body)) + body)
+            with suppress(ConnectionResetError):
+                while await loop.sock_recv(client, 2**13):
+                    await time.advance(20)
+            assert 120 <= time.now - time.start < 200
+        assert (_refused(server, "slow_reader"), _refused(server, "stalled")) == (1, 0)
+        await _until_open(server, 0)
 
 
 def _gauge(server: Server, name: str) -> float | None:

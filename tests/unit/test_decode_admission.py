@@ -327,3 +327,12 @@ def test_a_tenant_is_charged_two_for_each_step_of_each_sequence_and_one_for_each
     more()
     bench.steps(3)
     assert more() == 2 * 2, "the one that was computed here has taken their place"
+
+
+def test_who_was_refused_for_a_sequence_about_to_join_comes_in_once_it_has_joined() -> None:
+    """It might have needed a block, and did not; no block has become free."""
+    bench = Bench(2, memory_reserve=EAGER)
+    bench.enter(request("a", 2, max_tokens=2))
+    assert bench.reserve(request("b", 2, max_tokens=2)) == []
+    bench.end_step(bench.begin_step())
+    assert bench.reserve() == ["b"]

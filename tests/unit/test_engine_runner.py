@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
+from benchmarks.gpu import products
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import SamplingParams
@@ -25,6 +26,7 @@ from common.engine.engine import Engine, device_of
 from common.engine.engine_thread import EngineThread
 from common.engine.executor import Executor
 from common.engine.host_swap import Copy, HostSwap, Lane
+from common.engine.kernels.backend import TritonBackend
 from common.engine.native.backend import NativeBackend
 from common.engine.rope import Angles, Rope
 from common.engine.runner import CPU_CACHE_BYTES, ModelRunner, load_runner
@@ -437,24 +439,43 @@ async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
         await load(DecodeSettings(model=str(folder)).on("cpu"), folder, 0)
 
 
-def test_on_a_gpu_products_of_bfloat16_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every rank, each of which has a backend."""
-    made = []
+def test_every_gpu_of_a_worker_has_a_backend_that_is_told_of_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[torch.device, bool]] = []
     monkeypatch.setattr(
-        "common.engine.kernels.backend.TritonBackend", lambda device, batch_invariant: made.append(batch_invariant)
+        "common.engine.kernels.backend.TritonBackend",
+        lambda device, batch_invariant: made.append((device, batch_invariant)),
     )
-    products = torch.backends.cuda.matmul
-    was = products.allow_bf16_reduced_precision_reduction
-    products.allow_bf16_reduced_precision_reduction = True
+    devices = [torch.device("cuda", index) for index in range(2)]
+    for device, invariant in zip(devices, (True, False), strict=True):
+        backend_on(device, None, batch_invariant=invariant)
+    assert made == [*zip(devices, (True, False), strict=True)]
+
+
+def a_backend() -> None:
+    TritonBackend(torch.device("cpu"))
+
+
+def a_timed_product() -> None:
+    products.Scene(products.Product(kind="plain", outputs=16, inputs=16), 1, torch.device("cpu"), copies=1)
+
+
+@pytest.mark.parametrize("made", [a_backend, a_timed_product])
+def test_on_a_gpu_products_are_summed_in_float32(made: Callable[[], None]) -> None:
+    """Also in measurements."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before, precision = [getattr(matmul, name) for name in names], torch.get_float32_matmul_precision()
     try:
-        backend_on(torch.device("cpu"), None, batch_invariant=True)
-        assert products.allow_bf16_reduced_precision_reduction
-        backend_on(torch.device("cuda", 1), None, batch_invariant=True)
-        backend_on(torch.device("cuda", 1), None, batch_invariant=False)
-        assert not products.allow_bf16_reduced_precision_reduction
-        assert made == [True, False]
+        for name in names:
+            setattr(matmul, name, True)
+        torch.set_float32_matmul_precision("high")
+        made()
+        assert [getattr(matmul, name) for name in names] == [False, False]
+        assert torch.get_float32_matmul_precision() == "highest"
     finally:
-        products.allow_bf16_reduced_precision_reduction = was
+        for name, value in zip(names, before, strict=True):
+            setattr(matmul, name, value)
+        torch.set_float32_matmul_precision(precision)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from test_registry_router import LIFE, load, view, welcome
 from common.contract.messages.session import Heartbeat, Role
 from common.contract.tiers import Tier
 from gateway.dispatch import estimates
+from gateway.dispatch.placement import Placement
 from gateway.dispatch.router import Expected
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.workers.load_table import LoadTable
@@ -212,6 +215,15 @@ def test_who_was_late_makes_others_wait_less_for_a_time() -> None:
     assert ttft_limits.margin(INTERACTIVE, 105.0) == pytest.approx(0.935)
     assert ttft_limits.margin(INTERACTIVE, 500.0) == pytest.approx(1.0)
     assert ttft_limits.refusal(INTERACTIVE, expected(queue=0.95), 500.0) is None
+
+
+@pytest.mark.parametrize(("ttft_s", "margin"), [(0.01, 1.0), (1.5, 0.9)])
+def test_the_time_in_which_a_client_sends_its_request_is_not_the_workers(ttft_s: float, margin: float) -> None:
+    ttft_limits, nothing = TtftLimits(LIMITS), cast(Any, None)
+    generation = SimpleNamespace(tier=INTERACTIVE, waterfall=SimpleNamespace(arrived_at=95.0))
+    request = SimpleNamespace(expected=WAITED, opened_at=100.0, flow=SimpleNamespace(generation=generation))
+    Placement(nothing, nothing, nothing, ttft_limits).answered(cast(Any, request), 100.0 + ttft_s)
+    assert ttft_limits.margin(INTERACTIVE, 100.0 + ttft_s) == pytest.approx(margin)
 
 
 def test_one_hiccup_counts_once() -> None:

@@ -39,6 +39,7 @@ from common.contract.errors import Cause
 from common.contract.messages.fields import FinishReason
 from common.contract.sampling import MAX_SEED
 from common.contract.tiers import Tier
+from gateway.intake.request_intake import Job
 from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness
 
 
@@ -414,6 +415,23 @@ async def test_the_usage_so_far_in_each_chunk(path: str) -> None:
     assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
     del options["include_usage"]
     assert not any("usage" in chunk for chunk in await stream_of(generator, path, body | {"stream_options": options}))
+
+
+async def test_prompts_are_counted_once_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands of them."""
+    counted = 0
+    count = Job.num_prompt_tokens.fget  # type: ignore[attr-defined]
+
+    def counting(job: Job) -> int:
+        nonlocal counted
+        counted += 1
+        return int(count(job))
+
+    monkeypatch.setattr(Job, "num_prompt_tokens", property(counting))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = COMPLETION | {"prompt": ["hello", "there"], "max_tokens": 100, "stream_options": options}
+    chunks = await stream_of(ScriptedGenerator(text=5 * STORY), COMPLETIONS_PATH, body)
+    assert len(chunks) > 80 > 8 * counted
 
 
 @pytest.mark.parametrize("prompt", ["hello fox", encode("hello fox")], ids=["text", "tokens"])

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -26,7 +27,9 @@ from gateway_fixtures import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from gateway.answer.choice_stream import stream_pieces
 from gateway.answer.chunk_encoder import encode_in_pieces
+from gateway.text.detokenizer import TokenDecoder
 from gateway.text.tokenizer import ModelTokenizer
 
 LARGE = {"model": MODEL, "prompt": [[5, 6]] * 32, "n": 16, "max_tokens": 16, "logprobs": 20}
@@ -125,3 +128,30 @@ async def test_more_choices_than_one_answer_may_have() -> None:
     status, answer, _ = await post(COMPLETIONS_PATH, body, api_settings=settings(max_answer_bytes=1600))
     assert status == 400
     assert_error(answer, "n")
+
+
+async def test_echoed_prompts_are_bounded_in_every_choice() -> None:
+    limits = settings(max_answer_bytes=1600)
+    body = {"prompt": ["hello " * 20] * 2, "echo": True, "max_tokens": 0}
+    assert (await post(COMPLETIONS_PATH, body | {"n": 6}, api_settings=limits))[0] == 200
+    status, answer, _ = await post(COMPLETIONS_PATH, body | {"n": 7}, api_settings=limits)
+    assert status == 400
+    assert_error(answer, "echo")
+
+
+async def test_others_have_turns_between_the_choices_of_an_answer_without_tokens() -> None:
+    job: Any = SimpleNamespace(echoes=("",) * 200, generations=(SimpleNamespace(num_choices=16),) * 200)
+    job.generates_nothing, job.reports_prompt = True, False
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    pieces = [piece async for piece in stream_pieces(ScriptedGenerator(), TokenDecoder.__new__(TokenDecoder), job)]
+    task.cancel()
+    assert len(pieces) == 3200
+    assert turns >= 40

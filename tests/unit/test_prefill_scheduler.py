@@ -722,6 +722,21 @@ def test_the_lease_keeps_the_blocks_of_a_prompt_that_is_done() -> None:
     bench.scheduler.holdings.unpinned(RequestKey(RequestId("nobody"), 1))
 
 
+def test_what_a_waiting_prompt_found_is_not_used_once_it_has_proved_invalid() -> None:
+    bench = Bench(num_blocks=16, chunk_size=16, token_budget=16)
+    beginning = list(range(12))
+    bench.compute(request("a", 13, token_ids=[*beginning, 100]))
+    waiting = request("b", 13, token_ids=[*beginning, 101])
+    bench.scheduler.add(waiting)
+    found = bench.pool.match(waiting.block_hashes)
+    assert waiting.matched == found != []
+    bench.pool.share(found)
+    bench.pool.forget(found)
+    bench.pool.release(found)
+    assert bench.admit() == [waiting]
+    assert (waiting.num_computed, waiting.num_cached) == (0, 0)
+
+
 def test_deadlines_are_named_in_order_and_once() -> None:
     bench = Bench(num_blocks=2)
     prompts = [request(name, 8, deadline=deadline) for name, deadline in [("a", 3.0), ("b", 1.0), ("c", 2.0)]]

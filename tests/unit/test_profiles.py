@@ -237,6 +237,23 @@ def test_nobody_joins_beyond_the_bound_and_nobody_has_to_leave() -> None:
     assert batch.num_running == 14, "nobody takes the place"
 
 
+def test_who_was_refused_comes_in_once_the_bound_has_risen_again() -> None:
+    """Although nobody has left, and no block has become free."""
+    bench, times = Bench(4000, memory_reserve=EAGER, max_num_seqs=64, step_target_s=0.05), replace(TIMES)
+    bench.scheduler = DecodeScheduler(bench.pool, bench.policy, bench.scheduler.prompts._costs, None, times)
+    for index in range(8):
+        bench.enter(request(f"{index}", 20))
+    bench.step()
+    times.scale = 4.0  # a neighbour is busy
+    bench.step()
+    assert bench.reserve(request("late", 20)) == []
+    bench.step()
+    assert not bench.pulling
+    times.scale = 1.0
+    bench.step()
+    assert list(bench.pulling) == ["late"]
+
+
 def test_of_higher_tiers_a_place_is_taken_within_the_bound() -> None:
     bench = Bench(4000, memory_reserve=EAGER, max_num_seqs=64, step_target_s=0.02)
     bench.scheduler = DecodeScheduler(bench.pool, bench.policy, bench.scheduler.prompts._costs, None, TIMES)

@@ -141,6 +141,7 @@ def test_a_step_without_decodes_ends_with_the_prompt_with_which_it_has_enough_to
     """Those that take eight times its fixed time, here 160."""
     alone = Costs(step_s=2e-3, prefill_s_per_token=1e-4, decode_s=0.1)
     assert chunks_of(lengths, costs=alone, num_decodes=0) == taken
+    assert chunks_of((512, 512), costs=alone, num_decodes=0, waited_s=100.0) == [512, 512], "they are late"
 
 
 def test_prompts_share_a_step_where_one_after_the_other_would_be_late() -> None:

@@ -86,14 +86,17 @@ async def test_several_prompts_go_the_long_way() -> None:
     assert generator.num_taken == 0
 
 
-async def test_an_answer_without_chunks_goes_the_long_way() -> None:
+@pytest.mark.parametrize("connection", [b"", b"Connection: keep-alive\r\n"])
+async def test_an_answer_without_chunks_goes_the_long_way_and_ends_with_its_connection(connection: bytes) -> None:
     generator = ScriptedGenerator(text=TEXT)
     async with serve(generator) as server:
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         data = json.dumps(COMPLETION | {"stream": True, "max_tokens": 100}).encode()
-        writer.write(b"POST /v1/completions HTTP/1.0\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-        answer = await reader.read()
+        head = b"POST /v1/completions HTTP/1.0\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n" % (connection, len(data))
+        writer.write(head + data)
+        async with asyncio.timeout(30):  # an idle connection is closed after 75 s
+            answer = await reader.read()
         writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"chunked" not in head

@@ -80,7 +80,8 @@ def test_an_instance_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         (part,) = started
     words = vllm.arguments(Path("m"), part, "float32")
     assert words[words.index("--max-num-batched-tokens") + 1] == "768"
-    assert vllm.variables(Part(cores=[1], settings=Settings(threads="bound")))["GOMP_CPU_AFFINITY"] == "1"
+    bound = vllm.variables(Part(cores=[1], settings=Settings(threads="bound")))
+    assert (bound["GOMP_CPU_AFFINITY"], bound["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "1")
     env = vllm.variables(part)
     assert env["OMP_NUM_THREADS"] == "1", "one of two cores is left to its API server"
     assert not [name for name in env if "AFFINITY" in name], "or all threads of all its processes share a core"

@@ -25,12 +25,19 @@ def test_expandable_segments_are_refused_on_a_gpu(variable: str, value: str) -> 
         guard_allocator("cuda", {variable: value})
 
 
+@pytest.mark.parametrize("value", ["backend:cudaMallocAsync", "max_split_size_mb:64, backend : cudaMallocAsync"])
+def test_memory_of_a_stream_ordered_pool_is_refused_on_a_gpu(value: str) -> None:
+    with pytest.raises(OperatorError, match=r"cudaMallocAsync.*cannot be registered"):
+        guard_allocator("cuda", {VARIABLES[0]: value})
+
+
 @pytest.mark.parametrize(
     ("device", "value"),
     [
         ("cuda", ""),
         ("cuda", "expandable_segments:False"),
         ("cuda", "max_split_size_mb:64"),
+        ("cuda", "backend:native"),
         ("cpu", "expandable_segments:True"),
         ("auto", "expandable_segments:True"),  # asked again when it is known which
     ],

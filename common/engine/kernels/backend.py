@@ -17,7 +17,7 @@ from common.engine.kernels.query_runs import aligned_runs, longest_run, query_ru
 from common.engine.kernels.skinny import SkinnyTiling, skinny
 from common.engine.kernels.tiles import describe, padded
 from common.engine.kernels.tuning import INVARIANT_RUN, Kind, Tuning
-from common.engine.linear import FEW_ROWS, Linear
+from common.engine.linear import FEW_ROWS, Linear, sum_in_float32
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Angles, Rope
 
@@ -34,6 +34,7 @@ class TritonBackend(PlainProducts):
         """If `batch_invariant`, a token's numbers have the same bits whatever is computed beside it, in a chunk of any
         size or as a decode token: products are those of `Linear`, which must be so, too, and contexts are cut at the
         multiples of `run_keys` keys. The other kernels compute each row by itself in any case."""
+        sum_in_float32()
         self._invariant, self.run_keys = batch_invariant, run_keys
         on_gpu = device.type == "cuda"
         # The interpreter, which tests use, has one processor. A higher number lets it split contexts as a GPU would.

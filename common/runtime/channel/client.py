@@ -203,8 +203,8 @@ class ControlClient:
         while True:
             self._greets.clear()
             if self.state is LinkState.GREETING or self._resyncing:
-                said = self._greet()
-                self._hello_wait_s = min(2 * self._hello_wait_s, _HELLO_RETRY_MAX_S) if said else _HELLO_RETRY_S
+                self._greet()
+                self._hello_wait_s = min(2 * self._hello_wait_s, _HELLO_RETRY_MAX_S)
                 stall_s = await sleep(self._hello_wait_s, self._pulse, self._greets)
             elif self.state is LinkState.REFUSED:
                 stall_s = await sleep(self._pulse.timeout_s, self._pulse)
@@ -244,14 +244,12 @@ class ControlClient:
         if self._disconnected and self.state is LinkState.OPEN and breaks == self._breaks:
             self._lose("its connection broke, and nobody answers", crashed=True)
 
-    def _greet(self) -> bool:
-        """Send a Hello; False if not connected."""
+    def _greet(self) -> None:
+        """Send a Hello, unless too many wait for a connection."""
         self._hellos += 1
         hello = replace(self._handler.hello(self), number=self._hellos)
-        if not self._try_send(encode(self._me, [hello])):
-            return False
-        self._sent = 0
-        return True
+        if self._try_send(encode(self._me, [hello])):
+            self._sent = 0
 
     async def _receive(self) -> None:
         while True:
