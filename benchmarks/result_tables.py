@@ -204,9 +204,11 @@ def _settings_rows(figures: Figures) -> Iterator[Row]:
 
 def vllm_settings(run: Run) -> str:
     """vLLM with several settings, at 8 requests at a time."""
-    threads = "bound" if bound_threads(run) else "nobind"
+    old = bound_threads(run)
+    threads = "bound" if old else "nobind"
     runs = [each | {"settings": {"threads": threads} | each["settings"]} for each in run["figures"]["runs"]]
-    return _vllm_settings(run | {"figures": {"runs": runs}}) + _bound(run)
+    since = "What was chosen so is used since with threads that are not bound.\n" if old else ""
+    return _vllm_settings(run | {"figures": {"runs": runs}}) + _bound(run) + since
 
 
 _vllm_settings = Table(
