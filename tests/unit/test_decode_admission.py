@@ -332,7 +332,20 @@ def test_a_tenant_is_charged_two_for_each_step_of_each_sequence_and_one_for_each
 def test_who_was_refused_for_a_sequence_about_to_join_comes_in_once_it_has_joined() -> None:
     """It might have needed a block, and did not; no block has become free."""
     bench = Bench(2, memory_reserve=EAGER)
-    bench.enter(request("a", 2, max_tokens=2))
-    assert bench.reserve(request("b", 2, max_tokens=2)) == []
+    bench.enter(request("a", 2, max_tokens=9))
+    assert bench.reserve(request("b", 2, max_tokens=9)) == []
     bench.end_step(bench.begin_step())
     assert bench.reserve() == ["b"]
+
+
+def test_a_mask_of_a_running_sequence_has_nobody_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one in each step for each sequence with a grammar, and it makes no room."""
+    bench, looked_at = Bench(2, memory_reserve=EAGER), list[object]()
+    choice = bench.run(request("a", 2))
+    assert bench.reserve(request("b", 8)) == []
+    monkeypatch.setattr(bench.pool, "match", lambda hashes: looked_at.append(hashes) or [])
+    for _ in range(10):
+        bench.scheduler.entrance.mask_awaited(choice)
+        bench.scheduler.entrance.mask_known(choice)
+        assert bench.reserve() == []
+    assert not looked_at
