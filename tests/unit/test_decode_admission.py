@@ -343,7 +343,12 @@ def test_a_mask_of_a_running_sequence_has_nobody_looked_at_again(monkeypatch: py
     bench, looked_at = Bench(2, memory_reserve=EAGER), list[object]()
     choice = bench.run(request("a", 2))
     assert bench.reserve(request("b", 8)) == []
-    monkeypatch.setattr(bench.pool, "match", lambda hashes: looked_at.append(hashes) or [])
+
+    def match(hashes: object) -> list[int]:
+        looked_at.append(hashes)
+        return []
+
+    monkeypatch.setattr(bench.pool, "match", match)
     for _ in range(10):
         bench.scheduler.entrance.mask_awaited(choice)
         bench.scheduler.entrance.mask_known(choice)
