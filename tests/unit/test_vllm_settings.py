@@ -14,6 +14,10 @@ from benchmarks.peers import vllm
 from benchmarks.peers.vllm import Part, Settings
 from benchmarks.vllm_settings import candidates
 
+SIZE_ALONE = {"max_num_batched_tokens": 2048, "reserved_cores": 0}
+BOUND: dict[str, Any] = {"vllm": {"settings": {}}}
+"""Settings and peers in records from when all threads were bound."""
+
 
 def measured(form: str, number: int, tokens: float, ttft_s: float) -> dict[str, Any]:
     settings = asdict(Settings(max_num_batched_tokens=number))
@@ -25,7 +29,8 @@ def test_the_settings_with_most_tokens_are_used_and_of_nearly_equal_ones_those_w
 ) -> None:
     single = [measured("single", 512, 90.0, 0.1), measured("single", 1024, 98.0, 0.2)]
     single += [measured("single", 2048, 100.0, 0.5), measured("single", 4096, 97.5, 0.3)]
-    figures = {"runs": [*single, measured("pair", 4096, 5.0, 0.9)]}
+    pair = measured("pair", 4096, 5.0, 0.9)
+    figures = {"runs": [*single, pair]}
     monkeypatch.setattr(vllm, "recorded", {"vllm-settings-15m-float32": {"figures": figures}}.get)
     assert vllm.chosen("single", "15m", "float32") == Settings(max_num_batched_tokens=1024)
     assert vllm.chosen("pair", "15m", "float32") == Settings(max_num_batched_tokens=4096)
@@ -33,6 +38,9 @@ def test_the_settings_with_most_tokens_are_used_and_of_nearly_equal_ones_those_w
     lines = str(result_tables.vllm_settings({"figures": figures})).splitlines()
     used = [line.split("|")[2].strip() for line in lines if line.split("|")[-2].strip() == "yes"]
     assert used == ["1024", "4096"]
+    old = result_tables.vllm_settings({"figures": {"runs": [{**pair, "settings": SIZE_ALONE}]}, "peers": BOUND})
+    assert "| pair | 2048 | 0 | bound |" in old
+    assert "is used since with threads that are not bound" in old
 
 
 @pytest.mark.parametrize(

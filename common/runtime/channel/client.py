@@ -387,7 +387,7 @@ class ControlClient:
             self._lose(f"{len(self._outbox)} messages unread")
 
     def _try_send(self, frame: bytes) -> bool:
-        """Hand a frame to ZeroMQ; False if not connected, or at the high-water mark."""
+        """Hand a frame to ZeroMQ, which keeps it until there is a connection; False at the high-water mark."""
         try:
             result(self._socket.send(frame, flags=zmq.NOBLOCK))
         except zmq.Again:
