@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from benchmarks.record import record
+from benchmarks.record import limit_instructions, record
 
 
 class UsageError(Exception):
@@ -64,7 +64,9 @@ def _told_of(hint: Any) -> dict[str, Any]:
         return {"choices": kinds}
     if get_origin(hint) is tuple:
         return {**_told_of(kinds[0]), "nargs": "+" if kinds[-1] is ... else len(kinds)}
-    return {"type": next((kind for kind in kinds if kind is not type(None)), hint)}
+    if kinds:  # of an option that may be None
+        return _told_of(next(kind for kind in kinds if kind is not type(None)))
+    return {"type": hint}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,16 @@ def run(measure: Callable[..., Result | Iterator[Result]], doc: str | None) -> R
     """Entry point of a measurement, a function of a folder for temporary files and of its options: measure, print, and
     record the result with the options as its workload. Of several results, each replaces the one before."""
 
-    def entry(*, no_record: Annotated[bool, "print only"] = False, **options: Any) -> Result:
+    def entry(
+        *,
+        no_record: Annotated[bool, "print only"] = False,
+        instructions: Annotated[
+            Literal["avx2", "avx512-bf16"] | None, "the widest to use: as if the CPU had no others"
+        ] = None,
+        **options: Any,
+    ) -> Result:
+        if instructions is not None:
+            limit_instructions(instructions)
         result = path = None
         with TemporaryDirectory() as scratch:
             made = measure(Path(scratch), **options)

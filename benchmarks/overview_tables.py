@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from benchmarks.record import Run
 from benchmarks.result_tables import Figures, Row, bound_threads, table
 
 
-def instructions(flags: Sequence[str]) -> str:
-    """The widest instruction set that kernels may use on a CPU with these flags."""
+def instructions(machine: Mapping[str, Any]) -> str:
+    """The widest instruction set that kernels may use on the CPU of a recorded machine, and the limit that was set."""
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
-    return next((name for flag, name in names.items() if flag in flags), "unknown instructions")
+    widest = next(
+        (name for flag, name in names.items() if flag in machine.get("cpu_flags", ())), "unknown instructions"
+    )
+    limits = {"avx2": "AVX2", "avx512-bf16": "AVX-512 with bf16"}
+    return f"{widest}, limited to {limits[limit]}" if (limit := machine.get("limited_to")) else widest
 
 
 def beside_vllm(*runs: Run) -> str:
@@ -26,7 +31,7 @@ def beside_vllm(*runs: Run) -> str:
     for run in runs:
         at_a_time = " ".join(map(str, run["workload"]["concurrency"]))
         model, dtype = run["workload"]["model"], run["workload"]["dtype"]
-        what = f"{model}, {dtype}, {at_a_time} at a time, {instructions(run['machine']['cpu_flags'])}"
+        what = f"{model}, {dtype}, {at_a_time} at a time, {instructions(run['machine'])}"
         row = [
             f"{what}; vLLM's threads bound" if bound_threads(run) else what,
             _pair_beside_one(run["figures"]["runs"]),

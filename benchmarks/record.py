@@ -74,14 +74,39 @@ CPU_SUFFIXES = {"amx_bf16": "-amx", "avx512f": "", "avx2": "-avx2"}
 """Instructions, widest first → what stands behind the names of records of a CPU with them."""
 
 
+LIMITS = {
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "avx512-bf16": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3",
+    },
+}
+"""Instructions → the variables by which all that computes in a run uses no wider ones: oneDNN and the kernels in C,
+torch, and MKL. vLLM's own kernels follow the first one through `benchmarks/peers/vllm_plugin`."""
+
+
+def limit_instructions(widest: str) -> None:
+    """Make this process, which has not computed yet, and those that it starts use no wider instructions."""
+    os.environ.update(LIMITS[widest])
+
+
+def limited_to() -> str | None:
+    """The widest instructions that this process may use, if `limit_instructions` has limited them."""
+    return next((each for each, variables in LIMITS.items() if variables.items() <= os.environ.items()), None)
+
+
 def by_cpu(name: str) -> str:
-    """The name of a record of what depends on the widest instructions of this machine's CPU."""
+    """The name of a record of what depends on the widest instructions of this machine's CPU, and on their limit."""
     flags = cpuinfo("flags").split()
-    return name + next((suffix for each, suffix in CPU_SUFFIXES.items() if each in flags), "")
+    suffix = next((suffix for each, suffix in CPU_SUFFIXES.items() if each in flags), "")
+    return f"{name}{suffix}-as-{limit}" if (limit := limited_to()) else name + suffix
 
 
 def of_any_cpu(name: str) -> str:
     """The name of a record without what says which CPU it is of."""
+    for limit in LIMITS:
+        name = name.removesuffix(f"-as-{limit}")
     for suffix in filter(None, CPU_SUFFIXES.values()):
         name = name.removesuffix(suffix)
     return name
@@ -108,6 +133,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpuinfo("model name"),
         "cpu_flags": sorted(each for each in cpuinfo("flags").split() if _FLAGS.match(each)),
+        **({"limited_to": limit} if (limit := limited_to()) else {}),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),

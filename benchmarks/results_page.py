@@ -38,7 +38,7 @@ def source(runs: Sequence[Run]) -> str:
     lines = []
     for run in runs:
         machine = run["machine"]
-        where = f"{machine['cpu']}, {machine['cores']} cores, {instructions(machine.get('cpu_flags', ()))}"
+        where = f"{machine['cpu']}, {machine['cores']} cores, {instructions(machine)}"
         if gpu := run.get("workload", {}).get("gpu"):
             where = f"{gpu}, {where}"
         lines.append(f"`{run['command']}`, commit {run['commit'][:7]}, product {run['product'][:8]}, {where}")

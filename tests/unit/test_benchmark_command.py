@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,34 @@ def test_figures_are_told_by_groups(capsys: pytest.CaptureFixture[str]) -> None:
         f"{'all one':<28}rate 1234",
         f"{'all one two':<28}x y",
     ]
+
+
+def test_instructions_can_be_limited_and_the_record_says_so(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in record.LIMITS["avx2"]:
+        monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.setattr(record, "cpuinfo", {"flags": "avx2 avx512f amx_bf16"}.get)
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--rounds", "1"])
+
+    def named(scratch: Path, *, rounds: int = 2) -> Result:
+        assert os.environ.get("ONEDNN_MAX_CPU_ISA") == ("AVX2" if "--instructions" in sys.argv else "")
+        return Result(name=record.by_cpu("speed"), figures={"ms": 1.0})
+
+    run(named, "")
+    assert "limited_to" not in json.loads((results / "speed-amx.json").read_text())["machine"]
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--instructions", "avx2"])
+    run(named, "")
+    made = json.loads((results / "speed-amx-as-avx2.json").read_text())
+    assert (made["machine"]["limited_to"], made["workload"]) == ("avx2", {"rounds": 2})
+    assert record.of_any_cpu("speed-amx-as-avx2") == "speed"
+
+
+def test_the_limits_are_those_of_the_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--help"])
+    with pytest.raises(SystemExit):
+        run(measured, "")
+    assert f"--instructions {{{','.join(record.LIMITS)}}}" in capsys.readouterr().out
 
 
 def test_nothing_measured_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

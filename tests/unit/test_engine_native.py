@@ -858,6 +858,46 @@ def test_a_compiler_that_fails_is_done_without(
     assert list((tmp_path / "baton").iterdir()) == []
 
 
+@pytest.mark.processes
+def test_no_wider_instructions_are_used_than_onednn_may_use(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a product in float32 has the same bits, so that workers of one pool may run on different CPUs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    limited = native._load()
+    assert not limited.multiplies_pairs
+    (library,) = (tmp_path / "baton").iterdir()
+    objdump = ["objdump", "--disassemble", "--no-show-raw-insn", str(library)]
+    told = subprocess.run(objdump, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "%ymm" in told
+    assert "%zmm" not in told, "registers of AVX-512"
+    torch.manual_seed(0)
+    for rows in (1, 7, 200):
+        x, packed = torch.randn(rows, 700), pack(torch.randn(300, 700))
+        assert torch.equal(limited.linear(x, packed, None, 300), kernels.linear(x, packed, None, 300))
+
+
+@pytest.mark.parametrize(
+    ("limit", "flags", "compiled_for"),
+    [
+        ("", "avx2 avx512f avx512_bf16", "native"),
+        ("AVX2", "avx2 avx512f avx512_bf16", "x86-64-v3"),
+        ("avx512_core", "avx2 avx512f avx512_bf16", "x86-64-v4"),
+        ("AVX512_CORE_BF16", "avx2 avx512f avx512_bf16 amx_bf16", "cooperlake"),
+        ("AVX512_CORE", "avx2", "native"),
+        ("AVX512_CORE_BF16", "avx2 avx512f", "native"),
+        ("ALL", "avx2 avx512f", "native"),
+    ],
+)
+def test_a_limit_never_lets_instructions_in_that_the_cpu_lacks(
+    limit: str, flags: str, compiled_for: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_cpu", lambda: f"flags : {flags}".encode())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert native._instructions()[0] == f"-march={compiled_for}"
+
+
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """What is kept, and where, does not depend on how well it is compiled, which takes four times as long."""

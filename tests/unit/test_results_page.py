@@ -62,7 +62,7 @@ def test_a_run_that_is_not_recorded_is_said_to_be_missing(tmp_path: Path, monkey
 
 def test_a_table_has_its_run_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    run = {
+    run: Run = {
         "command": "python -m benchmarks.steady",
         "commit": "0123456789",
         "product": "abcdef0123456789",
@@ -75,6 +75,8 @@ def test_a_table_has_its_run_below_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "| gateway | 10 | 11 | 13 |" in lines
     told = "`python -m benchmarks.steady`, commit 0123456, product abcdef01, "
     assert f"{told}Abacus, 3 cores, AVX2" in lines
+    (tmp_path / "steady.json").write_text(json.dumps(run | {"machine": run["machine"] | {"limited_to": "avx2"}}))
+    assert f"{told}Abacus, 3 cores, AVX2, limited to AVX2" in part("steady").splitlines()
     (tmp_path / "steady.json").write_text(json.dumps(run | {"workload": {"gpu": "Slide rule"}}))
     assert f"{told}Slide rule, Abacus, 3 cores, AVX2" in part("steady").splitlines()
 

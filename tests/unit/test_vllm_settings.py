@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import record, result_tables
 from benchmarks.peers import vllm
 from benchmarks.peers.vllm import Part, Settings
+from benchmarks.peers.vllm_plugin import baton_vllm_plugin
 from benchmarks.vllm_settings import candidates
 
 SIZE_ALONE = {"max_num_batched_tokens": 2048, "reserved_cores": 0}
@@ -93,6 +95,35 @@ def test_an_instance_gets_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     env = vllm.variables(part)
     assert env["OMP_NUM_THREADS"] == "1", "one of two cores is left to its API server"
     assert not [name for name in env if "AFFINITY" in name], "or all threads of all its processes share a core"
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [
+        ("", ["_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_avx512_supported"]),
+        ("AVX512_CORE_BF16", ["_is_avx512_bf16_supported", "_is_avx512_supported"]),
+        ("AVX2", []),
+    ],
+)
+def test_what_limits_onednn_hides_instructions_from_vllm(
+    limit: str, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_avx512_supported")
+    for name in names:
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    baton_vllm_plugin.limit_instructions()
+    assert [name for name in names if getattr(torch.cpu, name)()] == left
+
+
+def test_instructions_that_cannot_be_hidden_end_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ignores exceptions of what it calls then."""
+    monkeypatch.delattr(torch.cpu, "_is_avx512_supported")
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    with pytest.raises(SystemExit, match="_is_avx512_supported is gone"):
+        baton_vllm_plugin.limit_instructions()
 
 
 def test_the_best_size_of_a_step_is_tried_with_the_other_settings() -> None:

@@ -29,7 +29,6 @@ _HEADERS = ("crew.h", "pairs.h", "tiles.h", "gates.h", "paired_attention.h", "gr
 _SOURCES = (_SOURCE, *(Path(__file__).with_name(name) for name in _HEADERS))
 _FLAGS = (
     "-O2",
-    "-march=native",
     "-ffp-contract=fast",
     "--param=avoid-fma-max-bits=0",
     "-fno-math-errno",
@@ -39,6 +38,13 @@ _FLAGS = (
 )
 """Every multiplication and addition is fused. Tuned for some CPUs, GCC would leave it out in some loops, and a number
 would depend on the loop that computed it."""
+_NARROWER = {
+    "AVX2": ("avx2", "x86-64-v3"),
+    "AVX512_CORE": ("avx512f", "x86-64-v4"),
+    "AVX512_CORE_BF16": ("avx512_bf16", "cooperlake"),
+}
+"""Values of `ONEDNN_MAX_CPU_ISA` → the CPU's flag without which they change nothing, and GCC's name for a CPU with just
+these instructions."""
 _COMPILE_TIMEOUT_S = 120.0
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of numbers, as `kernels.c` numbers them."""
@@ -489,7 +495,8 @@ def _load() -> Kernels:
         raise OSError("there is no C compiler (cc)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
     sources = [each.read_bytes() for each in _SOURCES]
-    identity = hashlib.sha256(b"\0".join((*sources, " ".join(_FLAGS).encode(), version.encode(), _cpu())))
+    flags = (*_FLAGS, *_instructions())
+    identity = hashlib.sha256(b"\0".join((*sources, " ".join(flags).encode(), version.encode(), _cpu())))
     cache = _cache_folder()
     library = cache / f"kernels-{identity.hexdigest()[:32]}.so" if cache is not None else None
     if library is not None and library.exists():
@@ -498,7 +505,7 @@ def _load() -> Kernels:
     # Under a name of its own at first, because another process may be compiling, or loading, the same library.
     with tempfile.TemporaryDirectory(prefix="baton-", dir=cache) as scratch:
         made = Path(scratch) / "kernels.so"
-        command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+        command = [compiler, *flags, "-o", str(made), str(_SOURCE)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_TIMEOUT_S)  # noqa: S603
         kernels = Kernels(ctypes.CDLL(str(made)))
         if library is not None:
@@ -520,6 +527,15 @@ def _cache_folder() -> Path | None:
         return folder
     log.info("%s is writable for others, or not for this user: the C kernels are compiled anew", folder)
     return None
+
+
+def _instructions() -> tuple[str, ...]:
+    """The compiler's flags for the instructions that the kernels may use: all that the CPU has or, as in oneDNN, none
+    wider than `ONEDNN_MAX_CPU_ISA` names."""
+    flag, narrower = _NARROWER.get(os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), ("", ""))
+    if flag and flag.encode() in _cpu().split():
+        return (f"-march={narrower}", "-mtune=native")
+    return ("-march=native",)
 
 
 def _cpu() -> bytes:
