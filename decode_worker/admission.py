@@ -27,7 +27,7 @@ Key = tuple[DecodeRequest, int]
 """(request, choice): a sequence that holds blocks."""
 
 
-def rank_of(order: int) -> float:
+def quantile_of(order: int) -> float:
     """Place of the `order`-th sequence in the distribution of output lengths, in [0, 1)."""
     return (order + 1) * _GOLDEN % 1.0
 
@@ -135,22 +135,22 @@ class Admission:
     def look_again(self, step: int) -> None:
         """Give a new expected end to sequences that were expected to have ended before `step`, and have not."""
         for choice in self._expected_ends.take(step):
-            # With its old rank, a sequence would be expected to end just above its present length again and again.
-            choice.rank = (choice.rank + _GOLDEN) % 1.0
+            # With its old quantile, a sequence would be expected to end just above its present length again and again.
+            choice.quantile = (choice.quantile + _GOLDEN) % 1.0
             # Less than a block's worth of steps would not change the forecast.
             end_step = step + max(self.num_left(choice), self._policy.block_size)
             self._forecast.postpone(choice.key, end_step)
             self._expected_ends.put(end_step, (choice,))
 
-    def steps_left(self, work: Decode, num_tokens: int, rank: float) -> int:
+    def steps_left(self, work: Decode, num_tokens: int, quantile: float) -> int:
         """Number of further steps that a sequence of `num_tokens` tokens is expected to take; at least 1."""
         num_output = num_tokens - work.prompt_len
         most = min(work.sampling.max_tokens, self._policy.max_sequence_tokens - work.prompt_len)
-        return max(1, self._profile.predict(work.tier, num_output, rank, most) - num_output)
+        return max(1, self._profile.predict(work.tier, num_output, quantile, most) - num_output)
 
     def num_left(self, choice: DecodeChoice) -> int:
         """Number of tokens that a sequence is expected to get still; at least 1."""
-        return self.steps_left(choice.request.work, choice.sequence.num_tokens, choice.rank)
+        return self.steps_left(choice.request.work, choice.sequence.num_tokens, choice.quantile)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -17,7 +17,7 @@ from common.scheduling.costs import Costs
 from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.turns import Passing, due_at
-from decode_worker.admission import Admission, Newcomer, rank_of
+from decode_worker.admission import Admission, Newcomer, quantile_of
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice, DecodeRequest, RequestEvent, RequestState, StageEvent
@@ -230,7 +230,7 @@ class Entrance:
         # The first choice holds what is allocated now; each fork holds one block, if the prompt's last one is not full.
         private = [num_new - num_forks, *(int(index < num_forks) for index in range(len(work.choices) - 1))]
         newcomers = [
-            (self._admission.steps_left(work, num_tokens + 1, rank_of(order + index)), num_private)
+            (self._admission.steps_left(work, num_tokens + 1, quantile_of(order + index)), num_private)
             for index, num_private in enumerate(private)
         ]
         if not self._has_room(work.tier.rank, num_new, held, newcomers):
@@ -271,7 +271,7 @@ class Entrance:
         usable = sequence.num_computed if swapped else sequence.num_tokens - 1
         held = self._pool.match(choice.chain.hashes[: usable // self._policy.block_size])
         num_new = self._policy.blocks_for(sequence.num_tokens) - len(held)
-        newcomer = self._admission.steps_left(work, sequence.num_tokens, choice.rank), num_new
+        newcomer = self._admission.steps_left(work, sequence.num_tokens, choice.quantile), num_new
         if not self._has_room(work.tier.rank, num_new, held, [newcomer]):
             return False
         self.preempted.discard(choice)

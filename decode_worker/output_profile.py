@@ -2,7 +2,7 @@
 
 The estimate is that of "Past-Future Scheduler for LLM Serving under SLA Guarantees" (ASPLOS 2025), section 3: the
 length of a running sequence is drawn from the recent lengths that exceed what it has already produced. The draw is
-fixed for each sequence (its *rank*), so a forecast changes only on events.
+fixed for each sequence (its *quantile*), so a forecast changes only on events.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class OutputProfile:
         recent.append(num_output)
         insort(ordered, num_output)
 
-    def predict(self, tier: Tier, num_output: int, rank: float, max_output: int) -> int:
+    def predict(self, tier: Tier, num_output: int, quantile: float, max_output: int) -> int:
         """Predicted total number of output tokens of a sequence that has produced `num_output`.
 
-        `rank`, in [0, 1), is the sequence's place among the lengths that are still possible. Without observed lengths,
-        each up to `max_output` counts as equally likely. The result is greater than `num_output`, unless `num_output`
-        has reached `max_output`.
+        `quantile`, in [0, 1), is the sequence's place among the lengths that are still possible. Without observed
+        lengths, each up to `max_output` counts as equally likely. The result is greater than `num_output`, unless
+        `num_output` has reached `max_output`.
         """
         if num_output >= max_output:
             return max_output
         ordered = self._sorted[tier]
-        blind = num_output + 1 + int(rank * (max_output - num_output))
+        blind = num_output + 1 + int(quantile * (max_output - num_output))
         if not ordered:
             return min(blind, max_output)
         above = bisect_right(ordered, num_output)
         possible = len(ordered) - above
         # A sequence longer than all recent ones is expected to double its length.
-        known = ordered[above + int(rank * possible)] if possible else 2 * num_output + 1
+        known = ordered[above + int(quantile * possible)] if possible else 2 * num_output + 1
         weight = max(0.0, 1 - len(ordered) / _ENOUGH)
         return min(max_output, max(num_output + 1, round(weight * blind + (1 - weight) * known)))

@@ -154,7 +154,7 @@ class DecodeChoice:
     order: int
     """Number by which sequences were admitted. The one with the highest number is preempted first, and comes back
     last."""
-    rank: float
+    quantile: float
     """The sequence's place in the distribution of output lengths, in [0, 1)."""
     handle: Handle
     """Name of the choice in `StepTokens`."""

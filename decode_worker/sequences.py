@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.engine.sequence import Sequence
-from decode_worker.admission import Admission, rank_of
+from decode_worker.admission import Admission, quantile_of
 from decode_worker.entrance import Entrance
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
@@ -68,7 +68,7 @@ class Sequences:
                 sequence,
                 request.chain if len(first_tokens) == 1 else request.chain.fork(),
                 request.order + index,
-                rank_of(request.order + index),
+                quantile_of(request.order + index),
                 work.handles[index],
                 num_named=full if table else 0,
                 first_position=len(work.token_ids),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -18,7 +18,7 @@ from common.contract.errors import OperatorError
 from common.contract.ids import new_incarnation
 from common.contract.messages.session import Role
 from common.contract.tiers import Tier
-from common.runtime.checkpoint import config_hash, read_config, resolve_model
+from common.runtime.checkpoint import config_hash, context_tokens, read_config, resolve_model, size_in
 from common.runtime.clock import monotonic
 from common.runtime.config import GatewaySettings, load
 from common.runtime.curve import CurveKeys
@@ -54,15 +54,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_SIZE = 2**31
-"""Exclusive bound on sizes in a model's configuration; real vocabularies and contexts are far below it."""
 _ADMIN_BOUNDS = ConnectionBounds(max_connections=64)
 
 
 def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
     """The API's settings, from the gateway's settings and the model in `folder`. Raises `OperatorError`."""
     config = read_config(folder)
-    vocab_size, context = (_size(config, name, folder) for name in ("vocab_size", "max_position_embeddings"))
+    vocab_size, context = size_in(config, "vocab_size", folder), context_tokens(config, folder)
     most = settings.max_model_len or context
     if most > context:
         raise OperatorError(f"--max-model-len: {most} is more than the model's context, {context}")
@@ -93,15 +91,6 @@ def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
 def _system_fingerprint(folder: Path) -> str:
     """An identifier that changes when the same seed may give another answer, as far as a gateway can tell."""
     return "fp_" + hashlib.sha256(f"{version()} {config_hash(folder)}".encode()).hexdigest()[:12]
-
-
-def _size(config: dict[str, Any], name: str, folder: Path) -> int:
-    """A positive integer of the model's configuration. Raises `OperatorError`."""
-    value = config.get(name)
-    if type(value) is not int or not 0 < value < _MAX_SIZE:
-        said = repr(value)[:40]
-        raise OperatorError(f"{folder / 'config.json'}: {name} must be a number from 1 to {_MAX_SIZE - 1}, not {said}")
-    return value
 
 
 def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:

@@ -327,7 +327,7 @@ async def _explain(request: web.Request, response: web.StreamResponse) -> None:
     """Add the routing decision to the headers; of several prompts, the first one's. A stream's head waits for its first
     piece."""
     if _JOB in request:
-        for name, value in request[_JOB].generations[0].waterfall.route().items():
+        for name, value in request[_JOB].generations[0].waterfall.explain_route().items():
             response.headers[f"x-baton-{name}"] = value
 
 

@@ -1,7 +1,7 @@
 """What a worker's core and its shell tell each other about pulls and leases.
 
 The shell reports *events*. The core answers with *actions*, which the shell carries out in order. Before it answers,
-the core settles the *consequences* that its pulls and leases have for its requests. A consequence never leaves the
+the core acts on the *consequences* that its pulls and leases have for its requests. A consequence never leaves the
 core.
 """
 
@@ -132,7 +132,7 @@ TransferAction = Connect | Send | SendToSource | MoverAction
 
 
 class Consequence:
-    """What a part of a core has decided about the worker's requests. The core settles it before it returns its
+    """What a part of a core has decided about the worker's requests. The core acts on it before it returns its
     actions."""
 
     __slots__ = ()

@@ -319,7 +319,7 @@ class _Link:
                 self._source_blocks,
                 self._indices(source_blocks, self._num_source_blocks),
             )
-            return self._settle(read, handle, self._agent.transfer(handle))
+            return self._note_state(read, handle, self._agent.transfer(handle))
         except self._nixl.errors as error:
             return _describe(error)
 
@@ -332,7 +332,7 @@ class _Link:
         """Check the state of every open read. Returns what went wrong, if anything; the link must then be destroyed."""
         for read, handle in list(self._open.items()):
             try:
-                error = self._settle(read, handle, self._agent.check_xfer_state(handle))
+                error = self._note_state(read, handle, self._agent.check_xfer_state(handle))
             except self._nixl.errors as raised:
                 return _describe(raised)
             if error is not None:
@@ -353,7 +353,7 @@ class _Link:
             raise RuntimeError("a NIXL agent could not be destroyed: its reads may still write")
         return list(self._open)
 
-    def _settle(self, read: Read, handle: Any, status: str) -> str | None:
+    def _note_state(self, read: Read, handle: Any, status: str) -> str | None:
         if self._require_rdma and (objection := self._objection(status)) is not None:
             return objection
         if status == "PROC":

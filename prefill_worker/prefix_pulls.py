@@ -80,11 +80,12 @@ class PrefixPulls:
             return self._costs.prompt_s_per_token
         return self._s_per_block / self._block_size
 
-    def consider(self, request: PrefillRequest, now: float) -> PrefixPull | None:
-        """Begin a pull for a request that has its blocks. Returns None if no other worker holds more of the prompt than
-        this one, or if the pull is not expected to be faster than computing (the setting may override that)."""
+    def choose(self, request: PrefillRequest, now: float) -> PrefixPull | None:
+        """Choose once, for a request that has its blocks, whether to pull. Returns the pull, which counts as under way
+        and which the caller begins. Returns None if no other worker holds more of the prompt than this one, or if the
+        pull is not expected to be faster than computing (the setting may override that)."""
         hint = request.work.prefix
-        if hint is None or hint.source.incarnation == self._me:
+        if self._when == "never" or hint is None or hint.source.incarnation == self._me:
             return None
         if request.prefix_tried or len(self._pulls) >= MAX_PULLS:
             return None
@@ -97,8 +98,6 @@ class PrefixPulls:
             return None
         pull_s = _LATENCY_S + num_new * self._s_per_block
         compute_s = num_new * self._block_size * self._costs.prompt_s_per_token
-        if self._when == "never":
-            return None
         if self._when == "cost" and pull_s >= compute_s:
             if compute_s > _LATENCY_S:  # else it is too short at any speed
                 self._s_per_block *= _FORGETTING

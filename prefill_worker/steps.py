@@ -80,7 +80,7 @@ class PrefillSteps:
         """Admit prompts that fit and plan the next step, now that the blocks of `wanted` are free."""
         now, held = self._agenda.now, False
         for request in self._scheduler.admit(now):
-            prefix = self._prefix_pulls.consider(request, now)
+            prefix = self._prefix_pulls.choose(request, now)
             if prefix is None:
                 self.offer(request)
             else:

@@ -57,11 +57,11 @@ class EngineThread:
             except BaseException as raised:  # noqa: BLE001 (the future raises it in its waiter)
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                future.get_loop().call_soon_threadsafe(_settle, future, result, error)
+                future.get_loop().call_soon_threadsafe(_resolve, future, result, error)
             del item, future, work, result, error
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():  # cancelled
         return
     if error is None:

@@ -37,7 +37,8 @@ class GrammarState:
         self.num_read = 0
         """Leading tokens of the output that the matcher has read."""
         self.shared: LLMatcher | None = None
-        """The matcher that `matcher` is a copy of, and with which it shares lexer states; None if it shares none."""
+        """The matcher that `matcher` is a copy of, or was until that was full, and with which it shares lexer states;
+        None if it shares none."""
 
 
 class Unread(Enum):
@@ -109,7 +110,7 @@ class Grammars:
             return bits
         bound = exceeded(matcher.get_error())
         if state.shared is not None and (bound is None or bound[0] not in OWN_BOUNDS):
-            state.matcher = state.shared = None
+            state.matcher = None
             return Unread.FULL
         name, why = bound or ("none", "no token goes on within it")
         _log.warning("a grammar gave up after %d tokens: %s", len(output), why)

@@ -99,7 +99,7 @@ class Masks:
             job.dropped = True
             self._is_here(job.state)
 
-    async def settle(self) -> None:
+    async def wait_for_expected(self) -> None:
         """Wait, for at most `GRACE_S`, for the masks that are expected at once. Masks that are missed count as late."""
         if not self._expected:
             return
@@ -126,10 +126,11 @@ class Masks:
                     num_done = await asyncio.wrap_future(self._threads.submit(partial(self._turn, compiled, jobs)))
                 for job in jobs[:num_done]:
                     line.remove(job)
-                    if job.result is Unread.FULL and self._compiled.get(grammar) is compiled:
-                        del self._compiled[grammar]
+                    if job.dropped:
+                        continue
+                    if job.result is Unread.FULL:
+                        self._leave_full(grammar, job)
                     if isinstance(job.result, Unread):
-                        job.alone = job.alone or job.result is Unread.FULL
                         line.append(job)
                     else:
                         self._done(job, job.result)
@@ -153,7 +154,7 @@ class Masks:
         if job.state.matcher is None and (compiled is None or job.alone):
             matcher = await asyncio.wrap_future(self._compiler.submit(partial(self._grammars.compile, grammar)))
             if job.alone:
-                job.state.matcher, job.state.num_read = matcher, 0
+                job.state.matcher, job.state.shared, job.state.num_read = matcher, None, 0
                 return compiled
             compiled = self._compiled[grammar] = matcher
             while len(self._compiled) > _MAX_KEPT:
@@ -161,6 +162,13 @@ class Masks:
         if compiled is not None:
             self._compiled.move_to_end(grammar)
         return compiled
+
+    def _leave_full(self, grammar: str, job: _Job) -> None:
+        """`job` needs a matcher of its own, and no later request copies the one that it has shared. That may be gone
+        already, or another may be kept in its place by now."""
+        job.alone = True
+        if self._compiled.get(grammar) is job.state.shared:
+            del self._compiled[grammar]
 
     def _turn(self, compiled: LLMatcher | None, jobs: Sequence[_Job]) -> int:
         """On a mask thread: compute masks of `jobs`, in order, until the turn's time is over, but at least one. Returns

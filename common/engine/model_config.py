@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout
 from common.engine.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, yarn_attention_factor
-from common.runtime.checkpoint import UNSTATED, read_config
+from common.runtime.checkpoint import UNSTATED, context_tokens, read_config
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class ModelConfig:
         if stated.per_layer_config is not None:
             raise ModelNotSupportedError(f"{folder}: layers that differ (per_layer_config) are not supported")
         num_kv_heads, head_dim = _heads(stated, folder)
+        biased = stated.attention_bias and family in ("llama", "qwen3")  # the other families do not read the key
         return cls(
             architecture=architecture,
             vocab_size=stated.vocab_size,
@@ -127,13 +128,13 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=stated.rms_norm_eps,
             tie_word_embeddings=stated.tie_word_embeddings,
-            qkv_bias=stated.attention_bias or family == "qwen2",
-            output_bias=stated.attention_bias,
-            mlp_bias=stated.mlp_bias,
+            qkv_bias=biased or family == "qwen2",
+            output_bias=biased,
+            mlp_bias=stated.mlp_bias and family == "llama",
             qk_norm=family == "qwen3",
             windows=_windows(stated, family, folder),
             rope=_rope(stated, folder),
-            max_sequence_tokens=stated.max_position_embeddings,
+            max_sequence_tokens=context_tokens(raw, folder),
             eos_token_ids=_eos_token_ids(stated, folder),
             dtype=_dtype(stated, folder),
         )

@@ -196,7 +196,7 @@ def _without_endings(logits_NV: torch.Tensor, samples: Samples, eos_token_ids: C
     vocab_size = logits_NV.shape[1]
     for row, each in samples.special.items():
         if each.position - each.prompt_len < each.params.min_tokens:
-            endings = [token for token in {*eos_token_ids, *each.params.stop_token_ids} if token < vocab_size]
+            endings = [token for token in {*eos_token_ids, *each.params.stop_token_ids} if 0 <= token < vocab_size]
             rows += [row] * len(endings)
             columns += endings
     if not rows:

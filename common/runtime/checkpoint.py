@@ -7,13 +7,14 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.contract.errors import OperatorError
+from common.runtime.daemon_threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ _TEMPLATE_FILES = ["additional_chat_templates/*.jinja"]
 """Chat templates besides the tokenizer's own, in a folder that a checkpoint may have."""
 
 _PIECE_BYTES = 4 * 1024 * 1024
+_MAX_SIZE = 2**31
+"""Exclusive bound on sizes in a model's configuration; real vocabularies and contexts are far below it."""
 _VOLATILE_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path"})
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -109,6 +112,32 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
+def size_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
+    """A positive integer of the configuration of the model in `folder`. Raises `OperatorError`."""
+    value = config.get(name)
+    if type(value) is not int or not 0 < value < _MAX_SIZE:
+        said = repr(value)[:40]
+        raise OperatorError(f"{folder / 'config.json'}: {name} must be a number from 1 to {_MAX_SIZE - 1}, not {said}")
+    return value
+
+
+def context_tokens(config: Mapping[str, Any], folder: Path) -> int:
+    """Tokens of the longest sequence by the configuration of the model in `folder`: `max_position_embeddings`, or what
+    YaRN stretches the original context to, if that is more. (Checkpoints that are published without YaRN, for example
+    Qwen's, state the original context also when YaRN is added to their file.) Raises `OperatorError`.
+    """
+    stated = size_in(config, "max_position_embeddings", folder)
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return stated
+    name = "original_max_position_embeddings"
+    original = config.get(name) or rope.get(name) or stated
+    try:
+        return max(stated, min(int(original * float(rope["factor"])), _MAX_SIZE - 1))
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise OperatorError(f"{folder / 'config.json'}: incomplete RoPE parameters {rope}: {error!r}") from error
+
+
 def config_hash(folder: Path) -> str:
     """SHA-256 of the files that a gateway reads: the canonical configuration, the tokens that end a sequence by
     `generation_config.json`, and the tokenizer's files.
@@ -177,7 +206,8 @@ def weights_hash(folder: Path, num_threads: int = 1) -> str:
         raise OperatorError(f"model folder {folder} has no *.safetensors weights")
     digest = hashlib.sha256()
     try:
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as threads:
+        # A process that exits early, for example since the model is not supported, does not wait for them.
+        with closing(DaemonThreads(num_threads, "hash")) as threads:
             for path in files:
                 _hash_file(path, digest, threads)
     except OSError as error:
@@ -190,7 +220,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.safetensors.index.json"))]
 
 
-def _hash_file(path: Path, digest: hashlib._Hash, threads: Executor) -> None:
+def _hash_file(path: Path, digest: hashlib._Hash, threads: DaemonThreads) -> None:
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         digest.update(path.name.encode() + struct.pack("<Q", size))
@@ -201,8 +231,13 @@ def _hash_file(path: Path, digest: hashlib._Hash, threads: Executor) -> None:
                 raise OSError(f"{path.name} was read in part only")
             return hashlib.sha256(content).digest()
 
-        for each in threads.map(piece, range(0, size, _PIECE_BYTES)):
-            digest.update(each)
+        pieces = [threads.submit(partial(piece, offset)) for offset in range(0, size, _PIECE_BYTES)]
+        try:
+            for each in pieces:
+                digest.update(each.result())
+        finally:
+            for each in pieces:
+                each.cancel()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ class DaemonThreads:
         """Starts no thread: each `submit` starts one until there are `num_threads`."""
         self._num_threads = num_threads
         self._name = name
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._num_begun = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
@@ -30,12 +30,17 @@ class DaemonThreads:
             threading.Thread(target=self._serve, name=f"{self._name}-{self._num_begun}", daemon=True).start()
         return future
 
+    def close(self) -> None:
+        """End the threads after the work that was submitted."""
+        for _ in range(self._num_begun):
+            self._queue.put(None)
+
     def _serve(self) -> None:
-        while True:
-            future, work = self._queue.get()
+        while (job := self._queue.get()) is not None:
+            future, work = job
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
                 except BaseException as error:  # noqa: BLE001 (the future raises it in its waiter)
                     future.set_exception(error)
-            del future, work
+            del job, future, work

@@ -1,4 +1,4 @@
-"""What a core has decided: actions to be carried out, and consequences to be settled first."""
+"""What a core has decided: actions to be carried out, and consequences that come first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Inbox(Generic[_Item]):
 
 @dataclass(frozen=True, slots=True)
 class PlanWanted(Consequence):
-    """A step is to be planned, now that everything else is settled: a prefill worker's next one, or a decode worker's
+    """A step is to be planned, now that everything else is decided: a prefill worker's next one, or a decode worker's
     once more, after a plan that was empty."""
 
     before: PlannedStep | None
@@ -48,7 +48,7 @@ class PlanWanted(Consequence):
 class Agenda:
     """The decisions of one core while it handles an event.
 
-    A core's parts call `emit`. A consequence is settled after the part that emitted it has returned, and before the
+    A core's parts call `emit`. A consequence is acted on after the part that emitted it has returned, and before the
     core returns its actions. So no part is called while it decides.
     """
 
@@ -79,7 +79,7 @@ class Agenda:
             self._actions.append(decision)
 
     def emit_last(self, consequence: Consequence) -> None:
-        """Add a consequence that is settled after all others, those included that follow from them or from the
+        """Add a consequence that comes after all others, those included that follow from them or from the
         conclusion."""
         self._last.append(consequence)
 
@@ -88,19 +88,19 @@ class Agenda:
         self._actions.append(Send(peer, message))
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Decide on an event and settle all its consequences; returns the actions, in order."""
+        """Decide on an event and act on all its consequences; returns the actions, in order."""
         assert not self._deciding, f"{event} came while the core decides"
         self._deciding = True
         self.now = now
         try:
             self._decide(event)
-            self._settle()
+            self._run_consequences()
         finally:
             self._deciding = False
         actions, self._actions = self._actions, []
         return actions
 
-    def _settle(self) -> None:
+    def _run_consequences(self) -> None:
         while True:
             while self._due:
                 self._decide(self._due.popleft())

@@ -197,7 +197,7 @@ class WorkerShell:
         before: _InFlight | None = None
         while True:
             if before is None:
-                await self._masks.settle()
+                await self._masks.wait_for_expected()
             work = self._plan(None if before is None else before.work)
             step = None if work is None else await self._submit(work)
             if before is not None:

@@ -2,9 +2,9 @@
 
 A client comes or leaves, a worker says something or is lost (`gateway.dispatch.links`), or a time is over. The flow of
 the request decides what follows (`gateway.serving.flow`), and `gateway.dispatch.placement` which workers it gets. Both
-are plain state and return actions. `_settle` carries out the flow's actions in order; then `look_again` those of the
-placement, until it has nothing to decide. To carry out an action is to queue something for a worker or a client, or to
-note it in the placement. Nothing of that calls back, so no event comes in the middle of another one.
+are plain state and return actions. `_carry_out_all` carries out the flow's actions in order; then `look_again` those of
+the placement, until it has nothing to decide. To carry out an action is to queue something for a worker or a client, or
+to note it in the placement. Nothing of that calls back, so no event comes in the middle of another one.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Dispatcher(Collector):
         generation.waterfall.opened(self._clock())
         self._open[request] = None
         self._watch(request)
-        self._settle(request, request.flow.begin())
+        self._carry_out_all(request, request.flow.begin())
         return request
 
     def _end(self, request: OpenRequest) -> None:
@@ -164,7 +164,7 @@ class Dispatcher(Collector):
         flow = request.flow
         if request.timer is not None:
             request.timer.cancel()
-        self._settle(request, flow.cancel())
+        self._carry_out_all(request, flow.cancel())
         self.placement.answered(request, self._clock())
         del self._open[request]
         for request_id in flow.requests:
@@ -187,12 +187,12 @@ class Dispatcher(Collector):
         if left_s > 0:
             request.timer = asyncio.get_running_loop().call_later(left_s, self._watch, request)
         elif want is not None and hopeless_at + self._patience_s <= now:
-            self._settle(request, self.placement.give_up(want, request, self._patience_s))
+            self._carry_out_all(request, self.placement.give_up(want, request, self._patience_s))
         else:
             why = f"no token has come for {self._silence_s:g} s"
             if over_at <= now:
                 why = "the request's time ran out at the gateway"
-            self._settle(request, flow.fail(Cause.DEADLINE, f"{why}; last: {flow.story[-1:]}"))
+            self._carry_out_all(request, flow.fail(Cause.DEADLINE, f"{why}; last: {flow.story[-1:]}"))
 
     # --- what the links report (`gateway.dispatch.links.Requests`) -------------------------------------------------
 
@@ -220,7 +220,7 @@ class Dispatcher(Collector):
             asyncio.get_running_loop().call_later(RECONNECT_S, self.on_request, address, message)
         else:
             self._note(request, attempt, assignment, message)
-            self._settle(request, request.flow.on_message(attempt, assignment, message))
+            self._carry_out_all(request, request.flow.on_message(attempt, assignment, message))
 
     def on_resync(self, address: str, listed: frozenset[RequestKey], known: frozenset[RequestKey]) -> None:
         """Handle the loss of messages to or from a worker."""
@@ -228,12 +228,12 @@ class Dispatcher(Collector):
             for attempt, assignment in request.flow.attempts.at(address):
                 if assignment.key in listed:
                     is_known = assignment.key in known
-                    self._settle(request, request.flow.on_resync(attempt, assignment, known=is_known))
+                    self._carry_out_all(request, request.flow.on_resync(attempt, assignment, known=is_known))
 
     def on_loss(self, address: str, why: str, crash: Crash | None) -> None:
         """Handle the loss of what a worker has."""
         for request in list(self._open):
-            self._settle(request, request.flow.worker_lost(address, why, crash))
+            self._carry_out_all(request, request.flow.worker_lost(address, why, crash))
 
     def on_load(self, address: str) -> None:
         """Let sequences leave a worker that drains."""
@@ -247,7 +247,7 @@ class Dispatcher(Collector):
 
     # --- the pump ------------------------------------------------------------------------------------------------
 
-    def _settle(self, request: OpenRequest, actions: Iterable[FlowAction]) -> None:
+    def _carry_out_all(self, request: OpenRequest, actions: Iterable[FlowAction]) -> None:
         """Carry out what a flow has decided, and all that follows."""
         self._count(request.flow)
         for action in actions:

@@ -178,7 +178,7 @@ class Placement:
         route = self.candidates.choose(want, generation.tier, request.cached, now, request.fingerprint, beside)
         assert route is not None, "there are decode workers for it"
         route, refusal = self._let_in(want, request, route, now)
-        if generation.waterfall.route is dict and not isinstance(route, Rebind):
+        if generation.waterfall.route is None and not isinstance(route, Rebind):
             generation.waterfall.route = route.explain
         if refusal is not None:
             return flow.fail(Cause.CAPACITY, refusal.message)
@@ -226,7 +226,7 @@ class Placement:
         fields = request.about(
             "routed",
             want.key,
-            lambda: {"why": flow.generation.waterfall.route()},
+            lambda: {"why": flow.generation.waterfall.explain_route()},
             prefill=None if source is None else source.address,
             decode=route.decode.address,
         )

@@ -67,3 +67,7 @@ class IgnoredFields:
             _LOG.info("ignored fields: %r", sorted(new))
             if len(self._listed) == _MAX_NAMES:
                 _LOG.info("no other field that is ignored will be named: %d have been", _MAX_NAMES)
+
+
+IGNORED_FIELDS = IgnoredFields()
+"""Those of all requests to this process."""

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from common.contract.sampling import SamplingParams
 from gateway.api_settings import ApiSettings
 from gateway.intake.field_types import Prompt
-from gateway.intake.ignored_fields import IgnoredFields
+from gateway.intake.ignored_fields import IGNORED_FIELDS
 from gateway.intake.length_limit import TOKEN_ID_BYTES, LengthLimit, most_tokens, too_long
 from gateway.intake.schemas import (
     ChatMessage,
@@ -124,7 +124,6 @@ class Intake:
         self._settings = settings
         self._limits = settings.limits
         self._most_bytes = settings.limits.max_answer_bytes
-        self._ignored = IgnoredFields()
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
 
     async def completion(self, form: CompletionRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
@@ -179,7 +178,7 @@ class Intake:
         most_tokens(form, self._most_bytes, 1, num_logprobs)  # refuse before tokenising
         tools = usable_tools(form)
         switches = form.switches()
-        self._ignored.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
+        IGNORED_FIELDS.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
         ending = _ending(form)
         prompt = await self._render(form.messages, tools, switches, ending)
         context = self._context()

@@ -50,11 +50,9 @@ from gateway.intake.field_types import (
     not_many_parts,
 )
 from gateway.intake.field_types import text as _text
-from gateway.intake.ignored_fields import IGNORED, IgnoredFields
+from gateway.intake.ignored_fields import IGNORED, IGNORED_FIELDS
 from gateway.intake.tool_schemas import TemplateSwitches, ToolCalls, ToolChoice, Tools
 from gateway.web.http_errors import invalid
-
-_IGNORED_FIELDS = IgnoredFields()
 
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
@@ -373,7 +371,7 @@ def parse(schema: type[SchemaT], body: object) -> SchemaT:
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     _refuse_unsupported(body, schema)
-    _IGNORED_FIELDS.note(body.keys() - schema.model_fields.keys() - _UNSUPPORTED.keys())
+    IGNORED_FIELDS.note(body.keys() - schema.model_fields.keys() - _UNSUPPORTED.keys())
     try:
         return schema.model_validate(body)
     except ValidationError as error:

@@ -281,7 +281,7 @@ class Flow:
         """An attempt has failed: want workers for the choices that it was to generate."""
         self.story.append(f"{broken.cause}: {broken.message}")
         wanting = [choice for choice in attempt.unfinished if self.attempts.needs(choice, attempt)]
-        end = self._last_straw(attempt, wanting, broken, share)
+        end = self._count_failure(attempt, wanting, broken, share)
         offer = attempt.standing_offer(broken) if wanting and end is None else None
         actions: list[FlowAction] = [abort(assignment) for assignment in attempt.assignments if assignment is not offer]
         actions += self._close(attempt, keep=offer)
@@ -297,7 +297,7 @@ class Flow:
             return [*actions, self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
         return [*actions, *self._want_all(attempt.key.request, wanting)]
 
-    def _last_straw(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, share: Share) -> Fail | None:
+    def _count_failure(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, share: Share) -> Fail | None:
         """Count the failure for the choices that it concerns. Returns the end of the request if it is one too many."""
         if broken.cause in _REFUSALS:
             self._note_refusal(attempt.unfinished, broken)

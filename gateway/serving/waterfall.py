@@ -135,8 +135,8 @@ class Waterfall:
     opened_at: float | None = None
     """When the dispatcher received it."""
     first_token_at: float | None = None
-    route: Callable[[], Mapping[str, str]] = dict
-    """Returns the first routing decision, as text by header name; nothing before it."""
+    route: Callable[[], Mapping[str, str]] | None = None
+    """Returns the first routing decision, as text by header name; None before it."""
     excess_ns: int = 0
     """Nanoseconds by which the workers' reports exceed the time available."""
     segments: list[Segment] = field(default_factory=list)
@@ -145,6 +145,10 @@ class Waterfall:
     """Choice → its legs by attempt, in the order of their beginnings."""
     _failed_at: dict[int, float] = field(default_factory=dict)
     """Choice → when an attempt at it failed, until the next one begins."""
+
+    def explain_route(self) -> Mapping[str, str]:
+        """The first routing decision; empty before it."""
+        return {} if self.route is None else self.route()
 
     # --- marks ---------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class Registry:
             if worker.role is role:
                 worker.listed = worker.address in serving
                 worker.serving = serving.get(worker.address, worker.serving)
-        self._settle()
+        self._refit()
 
     def remove(self, address: str) -> None:
         """Remove a worker with which there is no session."""
@@ -109,7 +109,7 @@ class Registry:
         worker.refused, worker.stalled = None, False
         worker.full = worker.leaving = False
         self._changed.add(worker)
-        self._settle(opening=worker)
+        self._refit(opening=worker)
         if worker.refused is not None:
             raise FingerprintMismatchError(worker.refused)
 
@@ -120,7 +120,7 @@ class Registry:
         worker.forget_given()
         worker.refused = None
         self._changed.add(worker)
-        self._settle()
+        self._refit()
 
     def resynced(self, address: str) -> None:
         """Restart the counts of work given in a session, after lost messages."""
@@ -145,7 +145,7 @@ class Registry:
         self._changed.add(worker)
         self._update_table()
         if worker.available != was_available:
-            self._settle()
+            self._refit()
         return stalls
 
     def declined(self, address: str, cause: Cause) -> None:
@@ -157,7 +157,7 @@ class Registry:
             self._changed.add(worker)
         elif cause is Cause.DRAINING and not worker.leaving:
             worker.leaving = True
-            self._settle()
+            self._refit()
 
     def refuses(self, address: str, why: str) -> None:
         """Note that a worker refuses this gateway."""
@@ -258,7 +258,7 @@ class Registry:
         self._changed.clear()
         self._usable = None
 
-    def _settle(self, opening: WorkerView | None = None) -> None:
+    def _refit(self, opening: WorkerView | None = None) -> None:
         """Decide anew which workers are refused, after the set of available workers may have changed."""
         self.epoch += 1
         self._usable = None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from waiting import eventually
 
 from common.contract.errors import OperatorError
 from common.runtime.checkpoint import DEMO_FOLDER, config_hash, read_config, resolve_model, unchanged, weights_hash
@@ -293,6 +297,32 @@ def test_a_revision_that_changes_little_of_a_large_file_shows(folder: Path, chan
 def test_the_hash_does_not_depend_on_the_number_of_threads(folder: Path) -> None:
     write_weights(folder / "model.safetensors", elements=5_000_000)
     assert len({weights_hash(folder, num_threads) for num_threads in (1, 2, 5)}) == 1
+
+
+@pytest.mark.processes
+def test_a_process_that_ends_early_does_not_wait_for_the_hash(folder: Path) -> None:
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(2**38)  # minutes of hashing
+    program = """
+import sys, time
+from pathlib import Path
+from common.runtime import checkpoint
+from common.runtime.daemon_threads import DaemonThreads
+pieces, digest = [], checkpoint.hashlib.sha256
+checkpoint.hashlib.sha256 = lambda *content: (pieces.append(0), digest(*content))[1]
+DaemonThreads(1, "hash-weights").submit(lambda: checkpoint.weights_hash(Path(sys.argv[1]), 2))
+while len(pieces) < 200:  # and most others are queued
+    time.sleep(0.01)
+sys.exit(2)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], timeout=60, check=False)
+    assert done.returncode == 2
+
+
+async def test_the_threads_of_the_hash_end_with_it(folder: Path) -> None:
+    write_weights(folder / "model.safetensors")
+    weights_hash(folder, 2)
+    await eventually(lambda: not any(each.name.startswith("hash-") for each in threading.enumerate()))
 
 
 def test_what_names_the_files_of_the_tensors_counts(folder: Path) -> None:

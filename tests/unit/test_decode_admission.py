@@ -6,7 +6,7 @@ import pytest
 from decode_bench import EAGER, Bench, request, tokens
 
 from common.contract.tiers import Tier
-from decode_worker.admission import rank_of
+from decode_worker.admission import quantile_of
 from decode_worker.entrance import _LOOK_AHEAD
 from decode_worker.request import DecodeChoice
 
@@ -204,32 +204,32 @@ def test_a_prefix_that_is_used_again_counts_as_in_use(when: str) -> None:
     assert bench.reserve(request("follow-up", tokens("first", 32) + tokens("more", 8))) == []
 
 
-def with_lengths_up_to(num_lengths: int, rank: float) -> tuple[Bench, DecodeChoice]:
-    """Answers of 8, 16, 24 … tokens have been seen, each once; one that runs, of that rank among them."""
+def with_lengths_up_to(num_lengths: int, quantile: float) -> tuple[Bench, DecodeChoice]:
+    """Answers of 8, 16, 24 … tokens have been seen, each once; one that runs, of that quantile among them."""
     bench = Bench(500)
     for number in range(1, num_lengths + 1):
         bench.enter(request("seen", 8 * number, num_output=8 * number - 1, salt="seen"), "stop")
     [choice] = bench.enter(request("long", 4))
-    choice.rank = rank
+    choice.quantile = quantile
     return bench, choice
 
 
 def test_one_that_outlives_what_was_expected_is_judged_anew_among_the_lengths_that_are_left() -> None:
-    """By another rank: with the old one, a low one, the next length would be expected each time, and never reached."""
-    bench, choice = with_lengths_up_to(40, rank=0.0)
+    """By another quantile: with the old one, a low one, the next length would always be expected, and never reached."""
+    bench, choice = with_lengths_up_to(40, quantile=0.0)
     step = bench.begin_step()
     first_end = bench.scheduler._admission._expected_ends[choice]
     bench.end_step(step)
     assert first_end == bench.scheduler.batch.step + 7, "it has the first of 8 tokens"
     bench.steps(7)
     num_left = 40 - choice.sequence.num_output // 8
-    expected = 8 * (40 - num_left + int(rank_of(0) * num_left) + 1)
+    expected = 8 * (40 - num_left + int(quantile_of(0) * num_left) + 1)
     last_end = bench.scheduler._admission._expected_ends[choice]
     assert 8 + last_end - first_end == expected, "0.618 of the way through those that are left"
 
 
 def test_one_that_goes_on_and_on_is_judged_anew_a_few_times() -> None:
-    bench, choice = with_lengths_up_to(40, rank=0.0)
+    bench, choice = with_lengths_up_to(40, quantile=0.0)
     ends = set()
     for _ in range(8 * 40):
         bench.step()
@@ -238,12 +238,12 @@ def test_one_that_goes_on_and_on_is_judged_anew_a_few_times() -> None:
 
 
 def test_what_is_expected_of_one_that_outlives_keeps_others_out() -> None:
-    bench, choice = with_lengths_up_to(40, rank=0.0)
+    bench, choice = with_lengths_up_to(40, quantile=0.0)
     bench.step()
     before = bench.scheduler.num_expected
     bench.steps(8)
     assert bench.scheduler.num_expected > before + (40 * 8 * 0.6) // 4 - 8
-    assert choice.rank == rank_of(0)
+    assert choice.quantile == quantile_of(0)
 
 
 # --- admission: whose turn it is ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from common.engine import grammar as engine_grammar
+from common.engine import masks as engine_masks
 from common.engine.grammar import GaveUp, Grammars, GrammarState
 from common.engine.masks import Masks
 from common.engine.model_config import ModelConfig
@@ -168,6 +169,35 @@ async def test_texts_that_follow_one_grammar_do_not_use_up_each_others_states(
         await follows(reader, text, words(reader, seed), GrammarState())
     assert 1 < compiled.count(text) < 20, "what is full is left, and only then"
     await follows(reader, text, words(reader, 0), running)
+
+
+async def test_texts_that_fill_a_grammar_together_each_go_on_alone(
+    reader: Reader, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one finds the shared states full when nobody keeps them any more."""
+    monkeypatch.setattr(grammar_limits, "MAX_LEXER_STATES", 1000)
+    monkeypatch.setattr(engine_masks, "_TURN_S", -1.0)
+    text = grammar("regex", MANY_STATES)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(follows(reader, text, words(reader, seed), GrammarState()) for seed in (0, 1)))
+    assert compiled == [text] * 3, "once for both, and once for each"
+    assert reader.masks.given_up == {}
+
+
+async def test_a_text_that_shares_what_was_full_leaves_a_newer_matcher_to_others(
+    reader: Reader, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_limits, "MAX_LEXER_STATES", 1000)
+    text, running = grammar("regex", MANY_STATES), [GrammarState(), GrammarState()]
+    for state in running:
+        await follows(reader, text, words(reader, 0)[:70], state)
+    await follows(reader, text, words(reader, 1), GrammarState())
+    assert compiled == [text] * 2, "the third was alone at its end"
+    await follows(reader, text, words(reader, 2)[:5], GrammarState())
+    kept = reader.masks._compiled[text]
+    for state in running:
+        assert await reader.allowed(text, state, words(reader, 0)[:71])
+    assert reader.masks._compiled[text] is kept
 
 
 async def test_one_text_has_only_so_many_states(

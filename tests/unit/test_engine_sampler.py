@@ -362,6 +362,15 @@ def test_no_ending_token_before_min_tokens() -> None:
     assert taken(0, min_tokens=2, ignore_eos=True) == 20
 
 
+def test_an_ending_outside_the_vocabulary_hides_no_token() -> None:
+    """Some configurations say -1 for none."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, VOCAB - 1] = 5.0
+    samples = Samples.of([ask([7, 7], prompt_len=2, temperature=0.0, min_tokens=2)])
+    hidden = sampler._without_endings(logits, samples, {-1, -VOCAB - 1, VOCAB})
+    assert hidden.argmax().item() == VOCAB - 1
+
+
 def test_logprobs_come_before_temperature_and_filters() -> None:
     logits = random_logits(1)
     expected = logits[0].log_softmax(dim=-1)

@@ -53,6 +53,33 @@ def test_the_context_may_be_less_than_the_models_and_not_more(folder: Path) -> N
         told(folder, "--max-model-len", str(CONTEXT + 1))
 
 
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400}}, 1600),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 4 * CONTEXT),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 256}}, CONTEXT),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 1.5}, "original_max_position_embeddings": 1000}, 1500),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, CONTEXT),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, CONTEXT),
+    ],
+    ids=str,
+)
+def test_yarn_stretches_the_context(folder: Path, rope: dict[str, object], context: int) -> None:
+    """With linear scaling a file may state either context, and it is taken at its word."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | rope))
+    assert told(folder).limits.max_sequence_tokens == context
+
+
+@pytest.mark.parametrize("factor", [None, "four", [4], float("inf"), float("nan")], ids=str)
+def test_a_factor_that_is_no_number_is_the_operators_to_mend(folder: Path, factor: object) -> None:
+    config = {"vocab_size": 100, "max_position_embeddings": CONTEXT, "rope_scaling": {"type": "yarn", "factor": factor}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OperatorError, match="incomplete RoPE parameters"):
+        told(folder)
+
+
 def test_the_fingerprint_is_the_configurations(folder: Path) -> None:
     first = told(folder).system_fingerprint
     assert told(folder, "--served-model-name", "demo").system_fingerprint == first

@@ -36,7 +36,7 @@ class HeldMasks:
         if state is not None:
             self.awaited.pop(state, None)
 
-    async def settle(self) -> None:
+    async def wait_for_expected(self) -> None:
         """Those that are late are waited for by nobody."""
 
     def give(self, gave_up: GaveUp | None = None) -> None:

@@ -102,14 +102,14 @@ async def test_a_step_waits_for_what_can_be_expected_and_once_for_what_is_late(
     quick, slow = Asker(masks, 'start: "quick"'), Asker(masks, 'start: "slow"')
     monkeypatch.setattr(engine_masks, "GRACE_S", 60)
     quick.ask(expected=True)
-    await masks.settle()
+    await masks.wait_for_expected()
     assert quick.told.done()
     monkeypatch.setattr(engine_masks, "GRACE_S", 0)
     slow.ask(expected=True)
-    await masks.settle()
+    await masks.wait_for_expected()
     assert (masks.num_late, slow.told.done(), slow.state.late) == (1, False, True)
     monkeypatch.setattr(engine_masks, "GRACE_S", 60)
-    await asyncio.wait_for(masks.settle(), 30)
+    await asyncio.wait_for(masks.wait_for_expected(), 30)
     gated.gate.set()
     await soon(slow.told)
     assert slow.state.allowed is not None
@@ -126,7 +126,7 @@ async def test_who_is_given_up_is_told_nothing_and_keeps_nobody_waiting(
         each.ask(expected=True)
     for each in slow:
         masks.forget(each.state)
-    await asyncio.wait_for(masks.settle(), 30)
+    await asyncio.wait_for(masks.wait_for_expected(), 30)
     gated.gate.set()
     later = Asker(masks, 'start: "slow"')
     assert await soon(later.ask()) is None

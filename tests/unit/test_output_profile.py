@@ -18,25 +18,25 @@ def profile(*lengths: int, window: int = 512) -> OutputProfile:
 
 
 def test_without_lengths_every_one_up_to_the_limit_is_as_likely() -> None:
-    ranks = [(index + 0.5) / 100 for index in range(100)]
-    assert [profile().predict(STANDARD, 0, rank, 100) for rank in ranks] == list(range(1, 101))
+    quantiles = [(index + 0.5) / 100 for index in range(100)]
+    assert [profile().predict(STANDARD, 0, quantile, 100) for quantile in quantiles] == list(range(1, 101))
 
 
 def test_without_lengths_what_is_left_is_as_likely() -> None:
-    ranks = [(index + 0.5) / 40 for index in range(40)]
-    assert [profile().predict(STANDARD, 60, rank, 100) for rank in ranks] == list(range(61, 101))
+    quantiles = [(index + 0.5) / 40 for index in range(40)]
+    assert [profile().predict(STANDARD, 60, quantile, 100) for quantile in quantiles] == list(range(61, 101))
 
 
-@pytest.mark.parametrize(("rank", "length"), [(0.0, 10), (0.24, 10), (0.25, 20), (0.5, 30), (0.75, 40), (0.99, 40)])
-def test_the_rank_is_a_place_among_the_lengths(rank: float, length: int) -> None:
-    assert profile(*[40, 10, 30, 20] * 8).predict(STANDARD, 0, rank, 1000) == length
+@pytest.mark.parametrize(("quantile", "length"), [(0.0, 10), (0.24, 10), (0.25, 20), (0.5, 30), (0.75, 40), (0.99, 40)])
+def test_the_quantile_is_a_place_among_the_lengths(quantile: float, length: int) -> None:
+    assert profile(*[40, 10, 30, 20] * 8).predict(STANDARD, 0, quantile, 1000) == length
 
 
 @pytest.mark.parametrize(("num_output", "lengths"), [(9, [10, 20, 30, 40]), (10, [20, 30, 40]), (35, [40])])
 def test_only_lengths_that_it_can_still_have_count(num_output: int, lengths: list[int]) -> None:
     made = profile(*[10, 20, 30, 40] * 8)
-    ranks = [(index + 0.5) / len(lengths) for index in range(len(lengths))]
-    assert [made.predict(STANDARD, num_output, rank, 1000) for rank in ranks] == lengths
+    quantiles = [(index + 0.5) / len(lengths) for index in range(len(lengths))]
+    assert [made.predict(STANDARD, num_output, quantile, 1000) for quantile in quantiles] == lengths
 
 
 def test_longer_than_anything_lately_means_as_long_again() -> None:

@@ -43,7 +43,7 @@ def pulls(token_s: float = 1e-4, block_bytes: int = 2**20, when: When = "cost") 
 
 
 def begun(made: PrefixPulls) -> PrefixPull | None:
-    prefix = made.consider(request(), 0.0)
+    prefix = made.choose(request(), 0.0)
     if prefix is not None:
         prefix.num_blocks = len(prefix.pull.block_hashes or ())
     return prefix
@@ -98,7 +98,7 @@ def test_a_pull_whose_source_is_lost_at_once_says_nothing_about_the_speed() -> N
 def test_prefixes_that_are_too_short_teach_nothing() -> None:
     made = pulls()
     before = made.token_s
-    assert [made.consider(request(33), 0.0) for _ in range(1000)] == [None] * 1000
+    assert [made.choose(request(33), 0.0) for _ in range(1000)] == [None] * 1000
     assert made.token_s == before
 
 

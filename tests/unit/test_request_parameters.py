@@ -171,7 +171,7 @@ def listed(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_ignored_fields_are_listed_once_and_without_values(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schemas, "_IGNORED_FIELDS", IgnoredFields())
+    monkeypatch.setattr(schemas, "IGNORED_FIELDS", IgnoredFields())
     caplog.set_level(logging.DEBUG, logger="gateway.intake.ignored_fields")
     parse(CompletionRequest, COMPLETION | {"store": "secret", "wizard": "secret", "n": 1, "best_of": 1})
     parse(CompletionRequest, COMPLETION | {"store": "secret", "wizard": "secret"})
