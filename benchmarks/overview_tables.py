@@ -194,6 +194,7 @@ OVERVIEWS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
             "versus-15m-bfloat16-fixed",
             "versus-15m-bfloat16-fixed-amx",
             "versus-15m-float32-fixed-amx",
+            "versus-15m-float32-fixed-amx-as-avx2",
             "versus-15m-float32-fixed-avx2",
         ),
         beside_vllm,

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address
 from typing import Protocol
 
-import zmq.asyncio
-
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.fields import Message
 from common.contract.messages.handoff import Detach
 from common.contract.messages.session import Hello, HelloRefused, Role, Welcome
-from common.runtime.channel import ControlClient, LinkState
+from common.runtime.channel import ControlClient, LinkState, channel_context
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from common.runtime.daemon_threads import DaemonThreads
@@ -87,7 +85,7 @@ class SourceLinks:
         self._pulse = pulse
         self._peers = peers
         self._keys = keys
-        self._context = zmq.asyncio.Context()
+        self._context = channel_context()
         self._resolver = DaemonThreads(_NUM_RESOLVERS, "resolve-names")
         self._links: dict[str, _Link] = {}
         self._closing: set[asyncio.Task[None]] = set()

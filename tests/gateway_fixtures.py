@@ -348,9 +348,9 @@ async def openai_client(generator: ScriptedGenerator, **limits: Any) -> AsyncIte
             yield client
 
 
-async def stream_of(generator: ScriptedGenerator, path: str, body: dict[str, Any]) -> list[Any]:
+async def stream_of(generator: ScriptedGenerator, path: str, body: dict[str, Any], **options: Any) -> list[Any]:
     """The data events of a stream, `[DONE]` checked and left out."""
-    async with serve(generator) as server, aiohttp.ClientSession() as session:
+    async with serve(generator, **options) as server, aiohttp.ClientSession() as session:
         async with session.post(server.url + path, json=body | {"stream": True}) as response:
             assert response.status == 200
             assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"

@@ -21,6 +21,7 @@ from llguidance import LLMatcher
 
 from common.engine.grammar import GaveUp, Grammars, GrammarState, Unread
 from common.runtime.daemon_threads import DaemonThreads
+from common.runtime.grammar_limits import STACK_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +58,9 @@ class Masks:
     def __init__(self, grammars: Grammars | None) -> None:
         """If `grammars` is None, `ask` must not be called."""
         self._grammars = grammars
-        self._threads = DaemonThreads(_NUM_THREADS, "mask")
+        self._threads = DaemonThreads(_NUM_THREADS, "mask", STACK_BYTES)
         self._turns = asyncio.Semaphore(_NUM_THREADS)
-        self._compiler = DaemonThreads(1, "grammar")
+        self._compiler = DaemonThreads(1, "grammar", STACK_BYTES)
         """It has a thread of its own, because compiling a grammar takes longer than any mask."""
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lines: dict[str, deque[_Job]] = {}

@@ -9,15 +9,19 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_STACKS = threading.Lock()
+"""Held while a thread starts: the size of its stack is a setting of the process."""
 
 
 class DaemonThreads:
     """At most `num_threads` daemon threads, for work that may never end."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
-        """Starts no thread: each `submit` starts one until there are `num_threads`."""
+    def __init__(self, num_threads: int, name: str, stack_bytes: int = 0) -> None:
+        """Starts no thread: each `submit` starts one until there are `num_threads`. With `stack_bytes` = 0 they have
+        the system's usual stack."""
         self._num_threads = num_threads
         self._name = name
+        self._stack_bytes = stack_bytes
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._num_begun = 0
 
@@ -27,7 +31,13 @@ class DaemonThreads:
         self._queue.put((future, work))
         if self._num_begun < self._num_threads:
             self._num_begun += 1
-            threading.Thread(target=self._serve, name=f"{self._name}-{self._num_begun}", daemon=True).start()
+            thread = threading.Thread(target=self._serve, name=f"{self._name}-{self._num_begun}", daemon=True)
+            with _STACKS:
+                usual = threading.stack_size(self._stack_bytes)
+                try:
+                    thread.start()
+                finally:
+                    threading.stack_size(usual)
         return future
 
     def close(self) -> None:

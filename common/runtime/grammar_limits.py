@@ -15,6 +15,10 @@ MAX_LEXER_STATES = 20_000
 used up gets as many once more."""
 MAX_GRAMMAR_SIZE = 20_000
 """Most symbols in a grammar's rules: enough for a schema of 800 properties, but not for the product of many choices."""
+STACK_BYTES: Final = 2**28
+"""Stack of each thread that compiles or follows a grammar. The library follows references from rule to rule, or from
+schema to schema, by recursion: in 8 MiB a chain of 1,200, which fits into 44,000 characters, ended the process. Only
+what is used of a stack takes memory."""
 OWN_BOUNDS: Final = ("items", "possibilities")
 """The bounds named by `exceeded` that depend on one text only, not on the lexer states that it shares with others."""
 _EXCEEDED: Final = (

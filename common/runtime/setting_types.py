@@ -13,6 +13,8 @@ from common.contract.messages.fields import ADDRESS_PATTERN
 
 _ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
+_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?")
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Width = Annotated[int, Field(ge=1, le=16)]
 """Ranks of a worker."""
@@ -20,9 +22,12 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def address(text: str) -> str:
-    """`text`, if it is a `host:port`; raises `ValueError`."""
-    if re.match(ADDRESS_PATTERN, text) is None or not 0 < int(text.rpartition(":")[2]) <= 65535:
+    """`text`, if it is a `host:port` to which a process can connect; raises `ValueError`."""
+    host, _, port = text.rpartition(":")
+    if re.match(ADDRESS_PATTERN, text) is None or not 0 < int(port) <= 65535:
         raise ValueError(f"{text!r} is not host:port")
+    if _HOST.fullmatch(host) is None:
+        raise ValueError(f"{text!r}: the host must be a name or an IPv4 address")
     return text
 
 

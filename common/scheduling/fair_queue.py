@@ -28,6 +28,8 @@ T = TypeVar("T", bound=Hashable)
 
 _MIN_SWEEP = 1024
 """Least number of remembered tenants at which absent ones are searched for those that can be forgotten."""
+_MOST_AWAY = 8192
+"""Most absent tenants that are remembered after such a search."""
 
 
 @dataclass(slots=True, eq=False)
@@ -253,10 +255,16 @@ class VirtualTokenCounters:
         return account
 
     def _sweep(self) -> None:
-        """Forget inactive tenants whose counter is not above the floor: a newcomer starts at the floor too."""
+        """Forget inactive tenants whose counter is not above the floor: a newcomer starts at the floor too. Of the
+        others those are remembered that have received most. (Each request may be a tenant's only one, and a tenant
+        alone may have received service that never lifts the floor.)"""
         floor = self._floor()
-        self._accounts = {t: a for t, a in self._accounts.items() if a.active or self._counter(a) > floor}
-        self._sweep_at = 2 * len(self._accounts) + _MIN_SWEEP
+        kept = {t: a for t, a in self._accounts.items() if a.active or self._counter(a) > floor}
+        away = sorted((t for t, a in kept.items() if not a.active), key=lambda t: kept[t].level)
+        for tenant in away[: max(0, len(away) - _MOST_AWAY)]:
+            del kept[tenant]
+        self._accounts = kept
+        self._sweep_at = 2 * len(kept) + _MIN_SWEEP
 
     def check_invariants(self) -> None:
         """Assert that each ranking holds the tenants that it should, and that the number of accounts is bounded."""

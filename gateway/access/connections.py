@@ -32,8 +32,8 @@ _BACKLOG: Final = 1024
 _ACCEPT_PAUSE_S: Final = 1.0
 """Pause before accepting again after `accept` has failed: the process is out of descriptors or memory."""
 _TLS_GOODBYE_S: Final = 5.0
-_SPARE_DESCRIPTORS: Final = 256
-"""File descriptors reserved for everything other than client connections."""
+_SPARE_DESCRIPTORS: Final = 256 + 4 * 1024
+"""File descriptors reserved for what are no client connections: four for each of 1,024 workers, and others."""
 
 _LOG = logging.getLogger(__name__)
 

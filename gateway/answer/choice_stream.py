@@ -76,6 +76,7 @@ def stream_pieces(
                 generation.sampling.min_tokens,
                 echo="" if reported else echo,
                 ends_unspelt=None if job.decoder is None else tokenizer,
+                continues=generation.token_ids if job.continues else (),
                 with_token_ids=job.prompt_ids is not None,
                 num_before=len(echo) if reported else 0,
             )

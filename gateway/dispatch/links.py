@@ -16,7 +16,6 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-import zmq.asyncio
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
@@ -26,7 +25,7 @@ from common.contract.messages.fields import Message, RequestMessage
 from common.contract.messages.gateway import Abort, Drain, Resume
 from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Phase, Role, Welcome
 from common.contract.messages.worker import CacheEvents, StepTokens, Trial
-from common.runtime.channel import RECONNECT_S, ControlClient, Traffic
+from common.runtime.channel import RECONNECT_S, ControlClient, Traffic, channel_context
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from common.runtime.probes import counter, gauge
@@ -87,7 +86,7 @@ class Links:
         self._clock = clock
         self._pulse = pulse
         self._keys = keys
-        self._context = zmq.asyncio.Context()
+        self._context = channel_context()
         self._links: dict[str, ControlClient] = {}
         self._traffic_before = Traffic()
         """Counts of the links to workers that no longer exist."""
@@ -252,10 +251,15 @@ class Links:
             self._index.apply(WorkerLife(link.address, link.worker), message)
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
-        """Handle the end of a worker's session."""
-        self._session_over(link, why, crashed=crashed)
-        if not self._registry.workers[link.address].listed:
+        """Handle the end of a worker's session, or that it still does not answer."""
+        worker = self._registry.workers[link.address]
+        had_session = worker.incarnation is not None
+        if had_session:
+            self._session_over(link, why, crashed=crashed)
+        if not worker.listed:
             self._forget(link.address, why)
+        elif not had_session:
+            return
         self._workers_changed()
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:

@@ -57,19 +57,23 @@ def refuse_unenforceable(schema: dict[str, Any]) -> None:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schema and all schemas in it, including every place that a `$ref` can name."""
+    """The schema and all schemas in it, including every place that a `$ref` can name. If there is one, what looks like
+    a schema within a literal is taken for one, too."""
     left: list[Any] = [schema]
-    while left:
-        part = left.pop()
+    literals: list[Any] = []
+    refers = False
+    while left or (refers and literals):
+        part = (left or literals).pop()
         if isinstance(part, list):
             left += part
         elif isinstance(part, dict):
             yield part
+            refers |= "$ref" in part
             for key, value in part.items():
                 if key in _NAMED and isinstance(value, dict):
                     left += value.values()
-                elif key not in _LITERAL:
-                    left.append(value)
+                else:
+                    (literals if key in _LITERAL else left).append(value)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -81,6 +81,9 @@ class Job(NamedTuple):
     """Decoder that spells out special tokens, if the client asked for that."""
     prompt_ids: Sequence[Sequence[int]] | None = None
     """The prompt of each choice, if the answer reports token ids."""
+    continues: bool = False
+    """Whether the generated texts continue those of the prompts, as a completion does, or a conversation's last message
+    that is left open."""
     generates_nothing: bool = False
     """Whether nothing is to be generated. Workers are then needed only for log probabilities of the prompt."""
 
@@ -163,16 +166,16 @@ class Intake:
             )
             generations.append(generation)
         if not form.echo:
-            return self._job(form, generations)
+            return self._job(form, generations, continues=True)
         echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
         if (form.n or 1) * sum(len(each.encode(errors="replace")) for each in echoes) > self._most_bytes:
             raise invalid("echo", f"the echoed prompts, once for each choice, are more than {self._most_bytes} bytes")
-        return self._job(form, generations, echoes)
+        return self._job(form, generations, echoes, continues=True)
 
     async def chat(self, form: ChatRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation."""
         self._check_form(form)
-        if form.top_logprobs is not None and not form.logprobs:
+        if form.top_logprobs and not form.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         num_logprobs = (form.top_logprobs or 0) if form.logprobs else None
         most_tokens(form, self._most_bytes, 1, num_logprobs)  # refuse before tokenising
@@ -198,7 +201,7 @@ class Intake:
         generation = self._generation(
             form, tenant, token_ids, "messages", context, length, num_logprobs, grammar, prediction
         )
-        return self._job(form, [generation], plan=plan)
+        return self._job(form, [generation], plan=plan, continues=ending == "message")
 
     async def tokenize(self, form: TokenizeRequest, charge: ChargeAhead = _for_nothing) -> list[int]:
         """The tokens of a text or a conversation, at most `max_sequence_tokens`."""
@@ -391,6 +394,8 @@ class Intake:
         generations: Sequence[Generation],
         echoes: Sequence[str] = (),
         plan: AnswerPlan | None = None,
+        *,
+        continues: bool,
     ) -> Job:
         prompt_ids = None
         if form.return_token_ids:
@@ -411,6 +416,7 @@ class Intake:
             plan=plan,
             decoder=self._tokenizer.spelling_all() if form.skip_special_tokens is False else None,
             prompt_ids=prompt_ids,
+            continues=continues,
             generates_nothing=form.max_tokens == 0,
         )
 

@@ -20,6 +20,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -129,6 +130,8 @@ _JsonSchema: TypeAlias = dict[str, Any] | Annotated[str, Field(max_length=MAX_TE
 def _describe_refused(schema: dict[str, Any]) -> None:
     """Describe refused fields that the schema does not declare in the OpenAPI document."""
     for name, harmless in _UNSUPPORTED.items():
+        if name == "add_special_tokens" and "prompt" not in schema["properties"]:
+            harmless = (False,)
         said = {"enum": [*harmless, None], "description": "Not supported; these values ask for nothing."}
         schema["properties"].setdefault(name, said)
 
@@ -175,9 +178,16 @@ class ResponseFormat(_Schema):
 
 class StructuredOutputs(_Schema):
     """vLLM's structured output, with at most one constraint. Unknown fields are refused, because they would change the
-    answer."""
+    answer, unless they ask for nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked_for(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {name: each for name, each in value.items() if each is not None and each is not False}
 
     json_schema: Annotated[
         str | None, PlainValidator(_schema_text, json_schema_input_type=_JsonSchema | None), Field(alias="json")
@@ -275,6 +285,8 @@ class ChatMessage(_Schema):
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     """The assistant's reasoning; the two names are equivalent."""
+    function_call: None = None
+    """OpenAI's former name of a call. The templates of models do not know it."""
 
     @field_validator("tool_calls", mode="after")
     @classmethod
@@ -393,6 +405,8 @@ def _refuse_unsupported(body: dict[Any, object], schema: type[_Schema]) -> None:
         value = body.get(name)
         if value is None or name in schema.model_fields:
             continue
+        if name == "add_special_tokens" and body.get("messages") is not None:
+            harmless = (False,)  # a chat template writes them
         if not any(value == each and type(value) is type(each) for each in harmless):  # 1 == True
             why = _WHY_UNSUPPORTED.get(name, "")
             raise invalid(name, f"{name} is not supported{why}", code="unsupported_parameter")

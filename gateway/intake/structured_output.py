@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from common.contract.errors import Cause
 from common.contract.sampling import MAX_GRAMMAR_CHARS
 from common.runtime.daemon_threads import DaemonThreads
-from common.runtime.grammar_limits import grammar_limits
+from common.runtime.grammar_limits import STACK_BYTES, grammar_limits
 from gateway.intake.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
 from gateway.intake.field_types import MAX_TEXT_CHARS
 from gateway.intake.json_schemas import refuse_unenforceable
@@ -40,7 +40,7 @@ _ESCAPES = 'nrbtf\\"'
 """Escapes allowed in JSON strings. Numeric escapes are excluded, so that each name has one spelling and names that are
 already used can be told from others."""
 _MAX_ERROR_CHARS = 500
-_THREADS = DaemonThreads(2, "grammar")
+_THREADS = DaemonThreads(2, "grammar", STACK_BYTES)
 """Threads of this module only, so that long checks delay no other request's tokens."""
 _BYTES = LLTokenizer("byte")
 """Sufficient to check whether a grammar can be followed."""

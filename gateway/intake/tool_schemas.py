@@ -51,11 +51,13 @@ def _switches(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(value: object) -> dict[str, Any] | str:
-    """Arguments as chat templates expect them: an object if the text is the JSON of one, else the text."""
+    """Arguments as chat templates expect them: an object if the text is the JSON of one, else the text. An object with
+    half a surrogate pair, which a model may have written as an escape, is no text for a template: it stays as it is."""
     if not isinstance(value, str):
         raise PydanticCustomError("arguments", "must be a string, the JSON of an object")
     try:
         parsed = json.loads(value) if value else {}
+        json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         parsed = None
     arguments = parsed if isinstance(parsed, dict) else value

@@ -96,17 +96,19 @@ class ChoiceText:
         ends_unspelt: TokenDecoder | None = None,
         num_before: int = 0,
         *,
+        continues: Sequence[int] = (),
         with_token_ids: bool = False,
     ) -> None:
-        """The text begins with `echo`. Stop strings are not looked for in `echo`, nor in the text of the first
-        `min_tokens` tokens. A token that ends the choice is omitted from the text if `ends_unspelt` has no text for it.
-        `num_before` characters of the choice precede `echo` and are emitted elsewhere."""
+        """The text begins with `echo`. It continues the text of the tokens `continues`, if there are any. Stop strings
+        are not looked for in `echo`, nor in the text of the first `min_tokens` tokens. A token that ends the choice is
+        omitted from the text if `ends_unspelt` has no text for it. `num_before` characters of the choice precede `echo`
+        and are emitted elsewhere."""
         self.choice: Final = choice
         self.ended = False
         """Whether the last piece has been returned; further deltas are to be ignored."""
         self.offsets: Sequence[int] = ()
         """For each token of the last piece: characters of the text before it, `echo` not counted."""
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, continues)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._echo = echo

@@ -41,12 +41,17 @@ class TokenDecoder(Protocol):
 class Detokenizer:
     """Decodes one growing sequence of tokens."""
 
-    def __init__(self, tokenizer: TokenDecoder) -> None:
+    def __init__(self, tokenizer: TokenDecoder, before: Sequence[int] = ()) -> None:
+        """If the sequence continues a text, `before` are the tokens of that: some decoders drop the space before the
+        first word of a text. They are the window's first context, unless they end inside a character."""
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._boundary = 0
+        self._window = [token_id for token_id in before[-_WINDOW_TOKENS:] if tokenizer.has_text(token_id)]
+        text = tokenizer.decode(self._window)
+        if text.endswith(_UNSETTLED):
+            self._window, text = [], ""
+        self._boundary = len(self._window)
         """A clean position within the window, or 0."""
-        self._given = 0
+        self._given = len(text)
         """Characters of the window's text that were emitted."""
 
     def push(self, token_id: int) -> str:

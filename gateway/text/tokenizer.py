@@ -155,6 +155,8 @@ class ModelTokenizer:
         """
         if self._templates.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
+        if "developer" not in self.chat_template(bool(tools)):  # OpenAI's later name, which many templates leave out
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         try:
             text: str = self._templates.apply_chat_template(
                 self._marker.marked(messages),
@@ -282,8 +284,11 @@ class ModelTokenizer:
             return "", b""
         text = self.decode_all([token_id])
         if _UNSETTLED not in text:
-            if raw.startswith("▁") and not text.startswith(" "):  # the decoder drops the space before the first word
+            num_spaces = len(raw) - len(raw.lstrip("▁"))
+            if num_spaces and not text.startswith(" " * num_spaces):  # the decoder drops one before the first word
                 text = " " + text
+            elif not text and _BYTE_TOKEN.fullmatch(raw):  # the byte of a space
+                text = " "
             return text, text.encode()
         if match := _BYTE_TOKEN.fullmatch(raw):
             content = bytes.fromhex(match[1])

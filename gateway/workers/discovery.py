@@ -148,7 +148,7 @@ class DnsSource:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._host, self._port, family=socket.AF_INET, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
             raise SourceError(f"{self._host} does not resolve: {error}") from error
         return [Endpoint(address=f"{host}:{self._port}") for host in sorted({address[0] for *_, address in found})]
 

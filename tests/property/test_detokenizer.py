@@ -96,6 +96,23 @@ def test_text_in_byte_tokens_survives(text: str) -> None:
     assert "".join(texts_) + rest == BYTE_FALLBACK.decode(token_ids)
 
 
+@settings(deadline=None)
+@given(st.text(st.sampled_from("aé日😀 \nhelo"), min_size=1, max_size=30), st.data())
+def test_what_continues_a_text_joins_to_the_decode_of_both(text: str, data: st.DataObject) -> None:
+    """Also the space before its first word."""
+    for model_tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        token_ids = model_tokenizer._backend.encode(text, add_special_tokens=False).ids
+        cut = data.draw(st.integers(1, len(token_ids)))
+        before, after = token_ids[:cut], token_ids[cut:]
+        detokenizer = Detokenizer(model_tokenizer, before)
+        continued = "".join(detokenizer.push(token_id) for token_id in after) + detokenizer.flush()
+        beginning = model_tokenizer.decode(before)
+        if not beginning.endswith("\ufffd"):
+            assert beginning + continued == model_tokenizer.decode(token_ids)
+        else:
+            assert continued == model_tokenizer.decode(after)
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_a_character_that_stays_incomplete_ends_as_in_the_full_decode(cut: int) -> None:
     token_ids = [*encode("ab"), *(BYTES[byte] for byte in "😀".encode()[:cut])]

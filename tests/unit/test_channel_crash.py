@@ -6,6 +6,7 @@ The pulses are such that no timeout can be meant: what is found out is found out
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -69,6 +70,11 @@ class Proxy:
         writers, self._writers = self._writers, []
         for writer in writers:
             writer.transport.abort()
+
+    def lose_packets(self) -> None:
+        """Nothing arrives any more by the connections that there are, and nobody is told; new ones are served."""
+        for task in tuple(self._tasks):
+            task.cancel()
 
     async def stop(self) -> None:
         self._server.close()
@@ -210,6 +216,33 @@ async def test_a_client_whose_connection_breaks_and_that_stays_away_is_lost(net:
             await asyncio.sleep(0.001)
     assert (worker.lost, worker.server.peers, worker.server.traffic.sessions_lost) == ([me], (), 1)
     assert net.clock.now_s == 0.0, "no silence was waited for"
+
+
+async def test_a_connection_on_which_nothing_arrives_is_not_waited_for(net: Net) -> None:
+    """TCP would try again after about as long as packets were lost. Nor do Hellos arrive that were sent meanwhile."""
+    worker = net.worker(BRISK, clock=time.monotonic)
+    proxy, port = await proxy_of(net, worker)
+    client = await net.client(at(port), BRISK, clock=time.monotonic).opened()
+    await client.beats(2)
+    proxy.lose_packets()
+    await client.opened(2)
+    assert (client.workers, client.losses[0][1]) == ([worker.me] * 2, False)
+    assert proxy.num_connections >= 2
+    await client.beats(2)
+    client.link.send(Abort(request=RequestId("r"), attempt=1))
+    await worker.events.until(lambda: "Abort" in worker.events)
+
+
+def test_a_context_has_room_for_links_to_a_thousand_workers() -> None:
+    """Each takes three sockets, and some files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, before[1]), before[1]))
+    context = ends.channel_context()
+    try:
+        assert len([context.socket(zmq.DEALER) for _ in range(3000)]) == 3000
+    finally:
+        context.destroy(linger=0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("columns", [False, True])

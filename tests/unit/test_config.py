@@ -123,6 +123,43 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_no_error(
     load(DecodeSettings, "baton decode", [])
 
 
+@every_role
+def test_variables_of_a_service_that_have_the_name_of_a_setting_are_no_error(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services `baton`, `baton-admin`, `baton-http` and `baton-control` in the same namespace."""
+    for name in ("BATON", "BATON_ADMIN", "BATON_HTTP", "BATON_CONTROL"):
+        monkeypatch.setenv(f"{name}_SERVICE_HOST", "10.0.0.1")
+        monkeypatch.setenv(f"{name}_SERVICE_PORT", "8000")
+        monkeypatch.setenv(f"{name}_PORT", "tcp://10.0.0.1:8000")
+        monkeypatch.setenv(f"{name}_PORT_8000_TCP", "tcp://10.0.0.1:8000")
+        monkeypatch.setenv(f"{name}_PORT_8000_TCP_PORT", "8000")
+    load(ROLES[role], "baton", [])
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("[fd00::1]:7001", "a name or an IPv4 address"),
+        ("a..b:7001", "a name or an IPv4 address"),
+        ("-x:7001", "a name or an IPv4 address"),
+        (".x:7001", "a name or an IPv4 address"),
+        (f"{'x' * 64}:7001", "a name or an IPv4 address"),
+        ("x", "not host:port"),
+        ("x:0", "not host:port"),
+        ("x:65536", "not host:port"),
+    ],
+)
+def test_a_worker_at_an_address_that_nobody_can_connect_to_is_an_error(named: str, why: str) -> None:
+    with pytest.raises(OperatorError, match=why):
+        load(GatewaySettings, "baton gateway", ["--decode-workers", f"10.0.0.1:1,{named}"])
+
+
+def test_names_of_workers_may_be_of_any_kind_that_resolves() -> None:
+    named = "d0:1,my_worker:2,d-0.decode.ns.svc.cluster.local:3,10.1.2.3:4,host.:5"
+    assert load(GatewaySettings, "baton gateway", ["--decode-workers", named]).decode_workers == tuple(named.split(","))
+
+
 def test_a_misspelt_port_is_none_of_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CONTROLL_PORT", "7000")
     with pytest.raises(OperatorError, match="unknown environment variable BATON_CONTROLL_PORT"):
@@ -274,7 +311,6 @@ def test_help_and_the_documents_tell_the_defaults_by_device(role: str, capsys: p
         ("a:1", ("a:1",)),
         ("a:1,b:65535", ("a:1", "b:65535")),
         (" a:1 , b:2 ,", ("a:1", "b:2")),
-        ("[::1]:80", ("[::1]:80",)),
         ("worker-0.workers.default.svc:7000", ("worker-0.workers.default.svc:7000",)),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -524,5 +525,6 @@ async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(SourceError, match=r"nowhere\.invalid does not resolve"):
-        await DnsSource("nowhere.invalid", 7000, 1.0).list_once()
+    for name in ("nowhere.invalid", "a..b", "x" * 64):
+        with pytest.raises(SourceError, match=f"{re.escape(name)} does not resolve"):
+            await DnsSource(name, 7000, 1.0).list_once()

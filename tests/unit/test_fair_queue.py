@@ -235,6 +235,20 @@ def test_tenants_who_went_away_are_forgotten_once_that_makes_no_difference() -> 
     assert counters["t0"] == counters["somebody new"] == 20_000
 
 
+def test_tenants_with_one_request_each_are_not_remembered_for_ever() -> None:
+    """As in a prefill worker that has nothing else to do: each has left the queue when it is served."""
+    counters = VirtualTokenCounters()
+    counters.charge("heavy", 10**9)
+    for number in range(60_000):
+        tenant = f"t{number}"
+        counters.begin_waiting(tenant)
+        counters.end_waiting(tenant)
+        counters.charge(tenant, 500)
+    counters.check_invariants()
+    assert len(counters._accounts) < 25_000
+    assert counters["heavy"] == 10**9, "who has received most is remembered"
+
+
 # --- fairness ----------------------------------------------------------------------------------------------------
 
 MEMORY = 64

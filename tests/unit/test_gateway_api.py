@@ -26,6 +26,7 @@ from gateway_fixtures import (
     MODEL,
     STORY,
     ScriptedGenerator,
+    byte_fallback_backend,
     byte_level,
     encode,
     openai_client,
@@ -33,6 +34,7 @@ from gateway_fixtures import (
     serve,
     settings,
     stream_of,
+    wrap,
 )
 
 from common.contract.errors import Cause
@@ -329,6 +331,24 @@ async def test_a_seed_of_minus_one_is_drawn_and_a_top_p_of_nothing_is_greedy() -
     assert first.seed != second.seed
     assert all(generation.sampling.greedy for generation in generator.generations[2::3])
     assert greedy.top_p == 1.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_a_completion_continues_its_prompt(stream: bool, echo: bool) -> None:
+    """With tokens that begin with a space, which the decoder drops before the first word of a text."""
+    backend = byte_fallback_backend()
+    token_ids = backend.encode(" to the world", add_special_tokens=False).ids
+    body = COMPLETION | {"prompt": "hello", "echo": echo}
+    generator, models = ScriptedGenerator(token_ids=token_ids), wrap(backend)
+    if stream:
+        chunks = await stream_of(generator, COMPLETIONS_PATH, body, model_tokenizer=models)
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    else:
+        status, answer, _ = await post(COMPLETIONS_PATH, body, generator, model_tokenizer=models)
+        assert status == 200
+        text = answer["choices"][0]["text"]
+    assert text == ("hello" if echo else "") + " to the world"
 
 
 @pytest.mark.parametrize("stream", [False, True])

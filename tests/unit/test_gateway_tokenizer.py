@@ -157,6 +157,27 @@ def test_tokens_of_sentencepiece_are_spelt_with_their_space() -> None:
     byte = backend.token_to_id("<0xC3>")
     assert byte is not None
     assert model_tokenizer.spelling(byte) == ("bytes:\\xc3", b"\xc3")
+    space = backend.token_to_id("<0x20>")
+    assert space is not None
+    assert model_tokenizer.spelling(space) == (" ", b" ")
+
+
+def test_tokens_of_several_spaces_are_spelt_whole() -> None:
+    backend = byte_fallback_backend()
+    backend.add_tokens(["▁▁", "▁▁▁▁he"])
+    model_tokenizer = wrap(backend)
+    for raw in ("▁", "▁▁", "▁▁▁▁he"):
+        token_id = backend.token_to_id(raw)
+        assert token_id is not None
+        assert model_tokenizer.spelling(token_id)[0] == raw.replace("▁", " ")
+
+
+@pytest.mark.parametrize(("mention", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_developers_are_the_system_where_the_template_does_not_know_them(mention: str, role: str) -> None:
+    template = mention + "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    rendered = wrap(byte_fallback_backend(), template).render_chat(messages)
+    assert rendered == f"{role}: be brief;user: hello;"
 
 
 @pytest.mark.parametrize(

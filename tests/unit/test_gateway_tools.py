@@ -302,6 +302,8 @@ async def test_a_conversation_with_calls_and_their_results() -> None:
         {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}},
         {"id": "call_2", "type": "function", "function": {"name": "is-noon", "arguments": ""}},
         {"id": "call_3", "type": "function", "function": {"name": "is-noon", "arguments": "[no object"}},
+        {"id": "call_4", "type": "function", "function": {"name": "is-noon", "arguments": '{"a": "\\ud83d"}'}},
+        {"id": "call_5", "type": "function", "function": {"name": "is-noon", "arguments": '{"a": "\\ud83d\\ude00"}'}},
     ]
     messages = [
         *MESSAGES,
@@ -316,6 +318,7 @@ async def test_a_conversation_with_calls_and_their_results() -> None:
     assert f'"name": "get_weather", "arguments": {ARGUMENTS}' in prompt
     assert '"name": "is-noon", "arguments": {}' in prompt
     assert '"name": "is-noon", "arguments": "[no object"' in prompt
+    assert '{"a": "' + "\N{GRINNING FACE}" in prompt, "half of one is no text, so it stays as the model has written it"
     assert "<tool_response>sunny</tool_response>" in prompt
     assert "<tool_response>no</tool_response>" in prompt
     assert "None" not in prompt

@@ -26,6 +26,7 @@ from gateway.intake.schemas import (
     JsonSchema,
     ResponseFormat,
     StreamOptions,
+    TokenizeRequest,
     parse,
 )
 from gateway.web.http_errors import ApiError
@@ -59,7 +60,7 @@ VLLM_CHAT = VLLM | set(_CHAT.split())
 VLLM_COMPLETION = VLLM | {"prompt_embeds"}
 REFUSED: dict[str, list[Any]] = {
     "add_generation_prompt": [False, 1],
-    "add_special_tokens": [False],
+    "add_special_tokens": [1, "false"],
     "allowed_token_ids": [[1]],
     "audio": [{"voice": "alloy"}],
     "bad_words": [["a"]],
@@ -102,6 +103,33 @@ def kinds(name: str, schema: type[ChatRequest] | type[CompletionRequest]) -> lis
     if name in schema.model_fields:
         return ["supported"]
     return [kind for kind, names in (("refused", REFUSED), ("ignored", IGNORED)) if name in names]
+
+
+def test_special_tokens_around_a_prompt_are_those_of_a_text_or_of_the_template() -> None:
+    """A conversation has those that its template writes."""
+    for schema, body, harmless in ((CompletionRequest, COMPLETION, True), (ChatRequest, CHAT, False)):
+        parse(schema, body | {"add_special_tokens": harmless})
+        with pytest.raises(ApiError, match="add_special_tokens"):
+            parse(schema, body | {"add_special_tokens": not harmless})
+    parse(TokenizeRequest, {"prompt": "hello", "add_special_tokens": True})
+    parse(TokenizeRequest, {"messages": CHAT["messages"], "add_special_tokens": False})
+
+
+def test_members_of_structured_outputs_that_ask_for_nothing_are_ignored() -> None:
+    """As clients send them that write out vLLM's parameters."""
+    nothing = {"structural_tag": None, "whitespace_pattern": None, "disable_fallback": False, "json_object": False}
+    form = parse(CompletionRequest, COMPLETION | {"structured_outputs": nothing | {"regex": "a+"}})
+    assert form.structured_outputs is not None
+    assert form.structured_outputs.regex == "a+"
+    with pytest.raises(ApiError, match="disable_fallback"):
+        parse(CompletionRequest, COMPLETION | {"structured_outputs": {"regex": "a+", "disable_fallback": True}})
+
+
+def test_a_message_of_the_old_kind_is_refused_as_its_call_would_be_lost() -> None:
+    messages = [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]
+    with pytest.raises(ApiError, match="function_call"):
+        parse(ChatRequest, {"messages": messages})
+    parse(ChatRequest, {"messages": [{"role": "assistant", "content": "a", "function_call": None}]})
 
 
 @pytest.mark.parametrize("name", sorted(OPENAI_CHAT | VLLM_CHAT))

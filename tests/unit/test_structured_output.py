@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -80,6 +83,8 @@ def test_what_validates_is_taken(schema: dict[str, Any], text: str) -> None:
     [
         ({"type": "object", "minProperties": 2}, "minProperties"),
         (A | {"minProperties": 3}, "minProperties"),
+        ({"$ref": "#/default", "default": NAMES | {"minProperties": 2}}, "minProperties"),
+        ({"items": {"$ref": "#/examples/0"}, "examples": [NAMES | {"minProperties": 2}]}, "minProperties"),
         ({"type": "array", "items": {"anyOf": [NAMES | {"minProperties": 2}]}}, "minProperties"),
         ({"type": "object", "properties": {"enum": NAMES | {"minProperties": 2}}}, "minProperties"),
         ({"$ref": "#/mine", "mine": NAMES | {"minProperties": 2}}, "minProperties"),
@@ -109,6 +114,77 @@ def test_what_validates_is_taken(schema: dict[str, Any], text: str) -> None:
 def test_what_could_not_be_kept_is_refused(schema: dict[str, Any], reason: str) -> None:
     _, error = compile_grammar("json_schema", json.dumps(schema))
     assert reason in error
+
+
+CHAINS = """
+def schema(link):
+    defs, text = {"0": {"type": "string"}}, ""
+    while len(text) < 64_000:
+        for _ in range(1 if len(str(link({}))) > 500 else 20):
+            defs[str(len(defs))] = link({"$ref": f"#/$defs/{len(defs) - 1}"})
+        text = json.dumps({"$defs": defs, "$ref": f"#/$defs/{len(defs) - 1}"}, separators=(",", ":"))
+    return "json_schema", text
+
+def nested(ref, key):
+    for _ in range(90):
+        ref = {key: ref if key == "items" else [ref]}
+    return ref
+
+def rules(name):
+    lines = ["start: " + name(0)]
+    while sum(map(len, lines)) + len(lines) < 64_000:
+        lines.append(f"{name(len(lines) - 1)}: {name(len(lines))}")
+    return "grammar", "\\n".join([*lines, name(len(lines) - 1) + ': "a"'])
+
+CHAINS = {
+    "items": lambda: schema(lambda ref: {"items": ref}),
+    "oneOf": lambda: schema(lambda ref: {"oneOf": [ref]}),
+    "allOf": lambda: schema(lambda ref: {"allOf": [ref]}),
+    "anyOf": lambda: schema(lambda ref: {"anyOf": [ref, {}]}),
+    "properties": lambda: schema(lambda ref: {"properties": {"a": ref}}),
+    "additionalProperties": lambda: schema(lambda ref: {"additionalProperties": ref}),
+    "prefixItems": lambda: schema(lambda ref: {"prefixItems": [ref]}),
+    "nested items": lambda: schema(lambda ref: nested(ref, "items")),
+    "nested anyOf": lambda: schema(lambda ref: nested(ref, "anyOf")),
+    "nested allOf": lambda: schema(lambda ref: nested(ref, "allOf")),
+    "rules": lambda: rules(lambda number: f"r{number}"),
+    "terminals": lambda: rules(lambda number: f"R{number}"),
+}
+"""
+"""A program's part: chains of references as long as a request may have."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("chain", re.findall(r'"([\w ]+)": lambda: ', CHAINS))
+def test_a_long_chain_of_references_ends_no_process(chain: str) -> None:
+    """The library follows one by recursion, in the gateway and in workers."""
+    program = """
+import asyncio, json, sys
+from llguidance import LLTokenizer
+from common.engine.grammar import Grammars, GrammarState
+from common.engine.masks import Masks
+from gateway.intake import structured_output
+"""
+    program += CHAINS
+    program += """
+async def main():
+    kind, text = CHAINS[sys.argv[1]]()
+    assert 60_000 < len(text) < 65_536, len(text)
+    grammar, error = await asyncio.wrap_future(
+        structured_output._THREADS.submit(lambda: structured_output.compile_grammar(kind, text))
+    )
+    print("refused" if error else "taken", error[:200])
+    if not error:
+        told = asyncio.get_running_loop().create_future()
+        Masks(Grammars(LLTokenizer("byte"))).ask(grammar, GrammarState(), [], 0, told.set_result)
+        print(await told)
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, chain], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-500:])
 
 
 def test_a_schema_within_a_grammar_has_the_bounds_of_others() -> None:

@@ -8,7 +8,7 @@ requests that they hold open, and each gives up the requests that the other does
 """
 
 from common.runtime.channel.client import ClientHandler, ControlClient, LinkState
-from common.runtime.channel.ends import MAX_OUTBOX_MESSAGES, RECONNECT_S, Traffic
+from common.runtime.channel.ends import MAX_OUTBOX_MESSAGES, RECONNECT_S, Traffic, channel_context
 from common.runtime.channel.server import MAX_SESSIONS, ControlServer, ServerHandler
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "LinkState",
     "ServerHandler",
     "Traffic",
+    "channel_context",
 ]

@@ -150,7 +150,8 @@ class ControlClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(f"tcp://{endpoint or address}")
+        self._endpoint = f"tcp://{endpoint or address}"
+        self._socket.connect(self._endpoint)
 
     async def run(self) -> None:
         """Serve until cancelled; closes the socket."""
@@ -219,8 +220,10 @@ class ControlClient:
             if silent_s <= self._pulse.timeout_s:
                 continue
             if self.state is LinkState.OPEN:
+                self._renew_connection()
                 self._lose(f"silent for {silent_s:.1f} s")
             elif self.state is LinkState.GREETING:
+                self._renew_connection()
                 self._heard_at = self._clock()
                 self._handler.on_lost(self, f"no answer for {silent_s:.1f} s", crashed=False)
 
@@ -298,6 +301,7 @@ class ControlClient:
             self._end(GOODBYE)
         elif isinstance(message, Heartbeat):
             if self._is_deaf(message) and not self._is_behind:
+                self._renew_connection()
                 self._lose("it does not hear what is sent to it")
                 return
             if message.sent != self._received:
@@ -353,6 +357,12 @@ class ControlClient:
             log.warning("messages to or from %s were lost; opening the session again", self.address)
             self._resyncing = True
             self._greets.set()
+
+    def _renew_connection(self) -> None:
+        """Connect again. On a connection whose packets were lost for some time TCP tries again only after as long a
+        time once more, and what waits for it, such as Hellos, is out of date."""
+        self._socket.disconnect(self._endpoint)
+        self._socket.connect(self._endpoint)
 
     def _lose(self, why: str, *, crashed: bool = False) -> None:
         self.traffic.sessions_lost += 1

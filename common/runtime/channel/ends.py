@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import zmq
+import zmq.asyncio
+
 from common.contract.codec import encode_some
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
@@ -24,6 +27,8 @@ BACKPRESSURE_RETRY_S = 0.01
 GOODBYE = "said goodbye"
 TURN_BYTES = 2**16
 """Bytes of a frame whose messages are handled in one turn of the event loop; a larger frame takes several turns."""
+_MAX_SOCKETS = 2**15
+"""Most sockets of a context. A link takes three; by ZeroMQ's default, 1,023, the 342nd failed."""
 _STALL_SHARE = 0.25
 """Share of the timeout: a timer that fires later than this shows that the event loop was blocked."""
 
@@ -43,6 +48,13 @@ class Traffic:
         self.frames_refused += other.frames_refused
         self.sessions_lost += other.sessions_lost
         self.resyncs += other.resyncs
+
+
+def channel_context() -> zmq.asyncio.Context:
+    """A ZeroMQ context with room for links to thousands of peers."""
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context
 
 
 class Outbox:
