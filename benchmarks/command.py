@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from benchmarks.record import limit_instructions, record
+from benchmarks.record import limit_instructions, limited_to, record
 
 
 class UsageError(Exception):
@@ -116,7 +116,9 @@ def keep(result: Result, options: Mapping[str, Any]) -> Path:
     """Record the result; return the path."""
     workload = {**options, **result.workload}
     seed = workload.pop("seed", result.seed)
-    return record(result.name, workload=workload, figures=result.figures, seed=seed, peers=result.peers)
+    limit = limited_to()
+    name = result.name if limit is None or result.name.endswith(f"-as-{limit}") else f"{result.name}-as-{limit}"
+    return record(name, workload=workload, figures=result.figures, seed=seed, peers=result.peers)
 
 
 def show(name: str, figures: Mapping[str, Any]) -> None:

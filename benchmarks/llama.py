@@ -26,7 +26,7 @@ from benchmarks.figures import compared
 from benchmarks.models import qwen2_05b
 from benchmarks.peers.environment import installed, python_of
 from benchmarks.peers.install_llama_cpp import ENVIRONMENT, PINS
-from benchmarks.record import ROOT, by_cpu
+from benchmarks.record import ROOT, by_cpu, limited_to
 from benchmarks.turns import TurnProcess, engine
 
 Settings = Mapping[str, Any]
@@ -94,6 +94,8 @@ def measure(
     """Measure each case in each type: all results so far after each case."""
     if (versions := installed(ENVIRONMENT, PINS)) != PINS:
         raise UsageError("llama.cpp is not installed: python -m benchmarks.peers.install_llama_cpp")
+    if limited_to():
+        raise UsageError("llama.cpp uses the instructions that it was compiled for")
     tried = {each: candidates(each) for each in dtype}
     folder = scratch / MODEL
     folder.mkdir()

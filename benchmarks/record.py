@@ -92,8 +92,10 @@ def limit_instructions(widest: str) -> None:
 
 
 def limited_to() -> str | None:
-    """The widest instructions that this process may use, if `limit_instructions` has limited them."""
-    return next((each for each, variables in LIMITS.items() if variables.items() <= os.environ.items()), None)
+    """The widest instructions that this process may use, if `limit_instructions` has limited them, or the one variable
+    that the kernels in C follow, too."""
+    found = next((each for each, variables in LIMITS.items() if variables.items() <= os.environ.items()), None)
+    return found or os.environ.get("ONEDNN_MAX_CPU_ISA") or None
 
 
 def by_cpu(name: str) -> str:

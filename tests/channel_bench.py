@@ -258,6 +258,7 @@ class RawWorker:
         self.me = new_incarnation()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # as the server
         self.address = f"127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
 
     async def receive(self) -> tuple[Incarnation, list[Message]]:

@@ -34,6 +34,7 @@ _OTHER_PREFIXES = ("BATON_BENCH_", "BATON_KV_SIZE_")
 """Variables of `baton bench` and of `baton kv-size`, which the roles leave alone."""
 _SERVICE_VARIABLE = re.compile(r"BATON_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)")
 """What Kubernetes sets in every pod beside a Service whose name is `baton`, or begins with `baton-`."""
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://[^/]+:\d+")
 _BARE_PORT = re.compile(r"(?!.*_(SERVICE_PORT|PORT_\d+_(TCP|UDP)))\w+_PORT")
 """A port without anything of a Service in its name: Kubernetes then sets a URL."""
 _RIDING_TOKENS = 128
@@ -456,7 +457,7 @@ Settings = TypeVar("Settings", bound=ProcessSettings)
 def load(cls: type[Settings], program: str, arguments: Sequence[str]) -> Settings:
     """A role's settings; see `load_options`."""
     for name, value in list(os.environ.items()):
-        if _SERVICE_VARIABLE.fullmatch(name) and "://" in value:
+        if _SERVICE_VARIABLE.fullmatch(name) and _SERVICE_URL.fullmatch(value):
             del os.environ[name]  # of a Service, even where it has a setting's name, as that of `baton-admin` has
     family = (PrefillSettings, DecodeSettings, GatewaySettings, ServeSettings)
     return load_options(cls, program, arguments, family, _is_foreign)

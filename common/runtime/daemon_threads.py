@@ -26,16 +26,20 @@ class DaemonThreads:
         self._num_begun = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a thread; the future gets its result or exception. Cancelling it prevents a start."""
+        """Run `work` in a thread; the future gets its result or exception. Cancelling it prevents a start. Raises
+        `RuntimeError` if a thread cannot be started."""
         future: Future[T] = Future()
         self._queue.put((future, work))
         if self._num_begun < self._num_threads:
-            self._num_begun += 1
-            thread = threading.Thread(target=self._serve, name=f"{self._name}-{self._num_begun}", daemon=True)
+            thread = threading.Thread(target=self._serve, name=f"{self._name}-{self._num_begun + 1}", daemon=True)
             with _STACKS:
                 usual = threading.stack_size(self._stack_bytes)
                 try:
                     thread.start()
+                    self._num_begun += 1
+                except RuntimeError:  # there is no memory for its stack
+                    future.cancel()
+                    raise
                 finally:
                     threading.stack_size(usual)
         return future

@@ -354,7 +354,6 @@ class Dispatcher(Collector):
                     self.handoffs[attempt.prefill.life.address, address] += 1
             if attempt.moving is not None:
                 self.recovery.moves["moved"] += 1
-                self._registry.moved(address, refused=False)
                 fields = request.about("moved", assignment.key, choice=message.choice, decode=address)
                 log.info("request %s: choice %d has moved", assignment.key.request, message.choice, extra=fields)
                 last_at = request.flow.generation.waterfall.last_token_of(message.choice)
@@ -364,8 +363,6 @@ class Dispatcher(Collector):
                 self.recovery.moves["stayed"] += 1
             # A refusal concerns the worker's other requests too. Two do not: no room for a sequence that already runs
             # elsewhere, and too many waiting for one more to be admitted.
-            if message.cause is Cause.CAPACITY and attempt.moving is not None:
-                self._registry.moved(address, refused=True)
             full = message.cause is Cause.CAPACITY and attempt.admitted and attempt.moving is None
             if full or message.cause is Cause.DRAINING:
                 self._registry.declined(address, message.cause)

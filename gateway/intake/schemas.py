@@ -187,7 +187,10 @@ class StructuredOutputs(_Schema):
     def _asked_for(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
-        return {name: each for name, each in value.items() if each is not None and each is not False}
+        declared = {field.alias or name for name, field in cls.model_fields.items()}
+        return {
+            name: each for name, each in value.items() if not (each is None or (each is False and name not in declared))
+        }
 
     json_schema: Annotated[
         str | None, PlainValidator(_schema_text, json_schema_input_type=_JsonSchema | None), Field(alias="json")

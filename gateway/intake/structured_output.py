@@ -108,8 +108,8 @@ async def _begun(compile_it: Callable[[], tuple[str, str]]) -> asyncio.Future[tu
         loop.call_soon_threadsafe(has_begun.set)
         return compile_it()
 
-    _num_waiting += 1
     compiled = _THREADS.submit(work)
+    _num_waiting += 1
     try:
         async with asyncio.timeout(MAX_WAIT_S):
             await has_begun.wait()

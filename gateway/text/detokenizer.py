@@ -47,6 +47,10 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window = [token_id for token_id in before[-_WINDOW_TOKENS:] if tokenizer.has_text(token_id)]
         text = tokenizer.decode(self._window)
+        for _ in range(_CHARACTER_TOKENS - 1):
+            if text.endswith(_UNSETTLED):  # also if the window begins inside a character
+                del self._window[:1]
+                text = tokenizer.decode(self._window)
         if text.endswith(_UNSETTLED):
             self._window, text = [], ""
         self._boundary = len(self._window)

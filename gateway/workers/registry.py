@@ -23,10 +23,6 @@ from gateway.workers.worker_view import Given, WorkerView
 log = logging.getLogger(__name__)
 
 
-_LEAST_REST, _LONGEST_REST = 4, 16
-"""Heartbeats."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Usable:
     """What follows from which workers are usable."""
@@ -112,7 +108,6 @@ class Registry:
             worker.in_flight = 0
         worker.refused, worker.stalled = None, False
         worker.full = worker.leaving = False
-        worker.rests = worker.last_rest = 0
         self._changed.add(worker)
         self._refit(opening=worker)
         if worker.refused is not None:
@@ -139,7 +134,6 @@ class Registry:
         before, worker.load, worker.load_at = worker.load, load, now
         worker.gone = [0] * len(Tier)
         worker.full = worker.leaving = False
-        worker.rests = max(0, worker.rests - 1)
         while worker.unseen and worker.unseen[0].number <= load.received:
             worker.unseen.popleft()
         stepped = before is None or load.steps != before.steps
@@ -164,15 +158,6 @@ class Registry:
         elif cause is Cause.DRAINING and not worker.leaving:
             worker.leaving = True
             self._refit()
-
-    def moved(self, address: str, *, refused: bool) -> None:
-        """Note that a running sequence has come to a worker, or was refused there: it is offered none for some
-        heartbeats then, twice as many each time."""
-        worker = self.workers[address]
-        if not refused:
-            worker.last_rest = 0
-        elif not worker.rests:  # else the refusal is one of a burst
-            worker.rests = worker.last_rest = min(max(_LEAST_REST, 2 * worker.last_rest), _LONGEST_REST)
 
     def refuses(self, address: str, why: str) -> None:
         """Note that a worker refuses this gateway."""

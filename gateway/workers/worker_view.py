@@ -62,10 +62,6 @@ class WorkerView:
     """Whether it has refused an admitted request for lack of capacity since its last heartbeat."""
     leaving: bool = False
     """Whether it has refused a request because it drains, since its last heartbeat."""
-    rests: int = 0
-    """Heartbeats until it is offered running sequences again, after it has refused one."""
-    last_rest: int = 0
-    """What `rests` was at first, the last time; 0 once a sequence has come."""
     identity: str = ""
     """Identity of the worker at this address, if discovery knows it."""
     listed: bool = True
@@ -116,7 +112,7 @@ class WorkerView:
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` would probably find room there at once."""
-        if self.load is None or self.welcome is None or self.rests:
+        if self.load is None or self.welcome is None:
             return False
         num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
         return self.blocks_expected + num_blocks <= self.load.blocks_total

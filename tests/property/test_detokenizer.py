@@ -113,6 +113,16 @@ def test_what_continues_a_text_joins_to_the_decode_of_both(text: str, data: st.D
             assert continued == model_tokenizer.decode(after)
 
 
+@pytest.mark.parametrize("num_characters", [2, 3, 4, 5])
+def test_what_continues_characters_in_byte_tokens_keeps_its_space(num_characters: int) -> None:
+    """The last tokens of the text may begin inside a character."""
+    backend = BYTE_FALLBACK._backend
+    before = backend.encode("日" * num_characters, add_special_tokens=False).ids
+    after = backend.encode(" h", add_special_tokens=False).ids
+    detokenizer = Detokenizer(BYTE_FALLBACK, before)
+    assert "".join(map(detokenizer.push, after)) + detokenizer.flush() == " h"
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_a_character_that_stays_incomplete_ends_as_in_the_full_decode(cut: int) -> None:
     token_ids = [*encode("ab"), *(BYTES[byte] for byte in "😀".encode()[:cut])]

@@ -124,6 +124,12 @@ def test_instructions_can_be_limited_and_the_record_says_so(results: Path, monke
     assert (made["machine"]["limited_to"], made["workload"]) == ("avx2", {"rounds": 2})
     assert record.of_any_cpu("speed-amx-as-avx2") == "speed"
 
+    def unnamed(scratch: Path, *, rounds: int = 2) -> Result:
+        return Result(name="speed", figures={"ms": 1.0})
+
+    run(unnamed, "")
+    assert (results / "speed-as-avx2.json").exists(), "it does not replace the record of all instructions"
+
 
 def test_the_limits_are_those_of_the_option(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -233,6 +233,20 @@ async def test_a_connection_on_which_nothing_arrives_is_not_waited_for(net: Net)
     await worker.events.until(lambda: "Abort" in worker.events)
 
 
+async def test_what_was_sent_by_connections_that_were_given_up_is_not_heard(net: Net) -> None:
+    """A worker that loads its model does not serve yet, but ZeroMQ takes what is sent. Each old Hello would be answered
+    with all that is in the worker's cache."""
+    worker = net.worker(BRISK, clock=time.monotonic, begins=False)
+    client = net.client(worker.address, BRISK, clock=time.monotonic)
+    await client.events.until(lambda: client.num_lost >= 5)
+    sent = client.link._hellos
+    worker.begin()
+    await client.opened()
+    await client.beats(2)
+    assert len(worker.hellos) < sent
+    assert worker.server.traffic.frames_refused == 0
+
+
 def test_a_context_has_room_for_links_to_a_thousand_workers() -> None:
     """Each takes three sockets, and some files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -361,6 +375,7 @@ async def test_a_worker_that_hears_nothing_is_lost_before_the_timeout(net: Net) 
     cut_at = worker.beat
     assert await client.loss() == ("it does not hear what is sent to it", False)
     assert (worker.beat - cut_at) * BRISK.interval_s < BRISK.timeout_s
+    assert client.link._connected is False, "it connects anew"
     assert worker.server.traffic.sessions_lost == 0, "the worker had not given the client up yet"
 
 

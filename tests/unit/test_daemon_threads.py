@@ -27,6 +27,18 @@ begun.wait()
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no memory for its stack now."""
+    threads = DaemonThreads(1, "t", 2**20)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("can't start")))
+        with pytest.raises(RuntimeError, match="can't start"):
+            threads.submit(lambda: pytest.fail("its submitter was told that it failed"))
+    assert threads.submit(lambda: 42).result(60) == 42
+    assert threading.stack_size() == 0, "other threads have the usual stack"
+    threads.close()
+
+
 def test_daemon_threads_pass_errors_on_and_leave_out_what_was_cancelled() -> None:
     threads, go = DaemonThreads(1, "t"), threading.Event()
     held = threads.submit(go.wait)

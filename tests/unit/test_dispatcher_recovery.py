@@ -525,13 +525,6 @@ async def test_a_sequence_stays_where_it_is_if_nobody_has_room(make: Any) -> Non
     bench.fail(D2, bench.decode(D2).key, Cause.CAPACITY)
     assert bench.counted("moves_total", end="stayed") == 1
     assert bench.in_flight(D, D2) == (1, 0)
-    for number in range(4):
-        bench.say(D, heartbeat(Phase.DRAINING))
-        assert len(bench.sent(D2, Decode)) == 1, f"{number} heartbeats after the refusal"
-        bench.say(D2, heartbeat(used=98, total=100))
-    bench.say(D, heartbeat(Phase.DRAINING))
-    assert len(bench.sent(D2, Decode)) == 2
-    bench.fail(D2, bench.decode(D2).key, Cause.CAPACITY)
     bench.tokens(D, key, 2, 12, reason="stop")
     assert await text(task) == [10, 11, 12]
     assert not has_failovers(bench)

@@ -17,6 +17,7 @@ from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import KVLayout
 from common.engine.model_config import MODEL_TYPES, ModelConfig
 from common.engine.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling, inverse_frequencies
+from common.runtime.checkpoint import context_tokens
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -165,6 +166,13 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "all of it rotates": {"partial_rotary_factor": 1.0},
 }
 """What files say beside the shape, which takes 36 layers here: more than any family's `max_window_layers`."""
+
+
+def test_yarn_stretches_the_context_as_the_gateway_reads_it(tmp_path: Path) -> None:
+    for factor, original, context in ((4.0, 256, 1024), (4.0, 64, 256), (1.5, 1000, 1500)):
+        rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        assert read(tmp_path, LLAMA | {"rope_scaling": rope}).max_sequence_tokens == context
+        assert context_tokens(json.loads((tmp_path / "config.json").read_text()), tmp_path) == context
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)

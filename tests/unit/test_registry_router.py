@@ -175,29 +175,6 @@ def test_a_sequence_has_room_where_its_blocks_and_the_next_one_are_free(
     assert not registry.workers[D1].has_room(num_tokens)
 
 
-def test_a_worker_that_has_refused_a_running_sequence_is_not_asked_at_each_heartbeat(registry: Registry) -> None:
-    """It knows more than its heartbeats tell: its places, and how its sequences will grow."""
-    registry.opened(D1, LIFE, welcome(Role.DECODE))
-    registry.heartbeat(D1, load(total=10), 0.0)
-    rests = []
-    for _ in range(4):
-        assert registry.workers[D1].has_room(1)
-        for _ in range(3):  # a burst
-            registry.moved(D1, refused=True)
-        rests.append(0)
-        while not registry.workers[D1].has_room(1):
-            registry.heartbeat(D1, load(total=10), 0.0)
-            rests[-1] += 1
-    assert rests == [4, 8, 16, 16]
-    registry.moved(D1, refused=False)
-    registry.moved(D1, refused=True)
-    assert registry.workers[D1].rests == 4
-    registry.lost(D1)
-    registry.opened(D1, NEXT_LIFE, welcome(Role.DECODE))
-    registry.heartbeat(D1, load(total=10), 0.0)
-    assert registry.workers[D1].has_room(1)
-
-
 # --- what is in flight -----------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,9 @@ def test_members_of_structured_outputs_that_ask_for_nothing_are_ignored() -> Non
     form = parse(CompletionRequest, COMPLETION | {"structured_outputs": nothing | {"regex": "a+"}})
     assert form.structured_outputs is not None
     assert form.structured_outputs.regex == "a+"
+    for name in ("json", "regex", "choice", "grammar"):
+        with pytest.raises(ApiError, match=name):
+            parse(CompletionRequest, COMPLETION | {"structured_outputs": {name: False}})
     with pytest.raises(ApiError, match="disable_fallback"):
         parse(CompletionRequest, COMPLETION | {"structured_outputs": {"regex": "a+", "disable_fallback": True}})
 

@@ -149,7 +149,10 @@ class ControlClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * min(pulse.timeout_s, 600)))
+        self._connected = False
+        """Whether the connection stands, as far as ZeroMQ knows."""
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._endpoint = f"tcp://{endpoint or address}"
         self._socket.connect(self._endpoint)
 
@@ -220,18 +223,19 @@ class ControlClient:
             if silent_s <= self._pulse.timeout_s:
                 continue
             if self.state is LinkState.OPEN:
-                self._renew_connection()
                 self._lose(f"silent for {silent_s:.1f} s")
-            elif self.state is LinkState.GREETING:
                 self._renew_connection()
+            elif self.state is LinkState.GREETING:
                 self._heard_at = self._clock()
                 self._handler.on_lost(self, f"no answer for {silent_s:.1f} s", crashed=False)
+                self._renew_connection()
 
     async def _watch_connection(self) -> None:
         """On a broken connection, send a Hello at once: it shows the end of a process much sooner than silence does."""
         while True:
-            await recv_monitor_message(self._monitor)
-            if self.state is LinkState.OPEN and not self._disconnected:
+            told = await recv_monitor_message(self._monitor)
+            self._connected = told["event"] == zmq.EVENT_CONNECTED
+            if not self._connected and self.state is LinkState.OPEN and not self._disconnected:
                 self._disconnected = self._resyncing = True
                 self._breaks += 1
                 self._hello_wait_s = _HELLO_RETRY_S / 2
@@ -301,8 +305,8 @@ class ControlClient:
             self._end(GOODBYE)
         elif isinstance(message, Heartbeat):
             if self._is_deaf(message) and not self._is_behind:
-                self._renew_connection()
                 self._lose("it does not hear what is sent to it")
+                self._renew_connection()
                 return
             if message.sent != self._received:
                 self._resync(sender)
@@ -359,8 +363,12 @@ class ControlClient:
             self._greets.set()
 
     def _renew_connection(self) -> None:
-        """Connect again. On a connection whose packets were lost for some time TCP tries again only after as long a
-        time once more, and what waits for it, such as Hellos, is out of date."""
+        """Connect again, unless that is being tried, or the link is closed. On a connection whose packets were lost for
+        some time TCP tries again only after as long a time once more, and what waits for it, such as Hellos, is out of
+        date."""
+        if self.state is LinkState.CLOSED or not self._connected:
+            return
+        self._connected = False
         self._socket.disconnect(self._endpoint)
         self._socket.connect(self._endpoint)
 

@@ -190,6 +190,8 @@ class ControlServer:
         if len(parts) != 2:
             raise ProtocolError(f"{len(parts) - 1} parts after the routing id")
         sender, messages = decode(parts[1])
+        if parts[0].startswith(b"\0") and sender.encode() != parts[0]:
+            return sender, []  # ZeroMQ has renamed a connection, because its peer has made another one since
         if sender.encode() != parts[0]:
             raise ProtocolError("the sender's incarnation is not its routing id")
         return sender, messages
