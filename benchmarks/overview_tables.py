@@ -18,7 +18,7 @@ def instructions(machine: Mapping[str, Any]) -> str:
         (name for flag, name in names.items() if flag in machine.get("cpu_flags", ())), "unknown instructions"
     )
     limits = {"avx2": "AVX2", "avx512-bf16": "AVX-512 with bf16"}
-    return f"{widest}, limited to {limits[limit]}" if (limit := machine.get("limited_to")) else widest
+    return f"{widest}, limited to {limits.get(limit, limit)}" if (limit := machine.get("limited_to")) else widest
 
 
 def beside_vllm(*runs: Run) -> str:
