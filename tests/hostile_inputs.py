@@ -182,6 +182,15 @@ _BOMBS: Final[dict[str, dict[str, Any]]] = {
     "a grammar of 1000 rules": {
         "guided_grammar": "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1} | "b"' for i in range(1000)) + '\nr1000: "c"'
     },
+    "a grammar of 4500 rules that lead on": {
+        "guided_grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4500)) + '\nr4500: "a"'
+    },
+    "a schema of 1500 that lead on": {
+        "guided_json": {
+            "$defs": {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1500)} | {"1500": {}},
+            "$ref": "#/$defs/0",
+        }
+    },
     "1024 choices": {"guided_choice": ["a" * 60] * 1024},
 }
 
