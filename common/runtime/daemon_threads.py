@@ -27,7 +27,7 @@ class DaemonThreads:
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` in a thread; the future gets its result or exception. Cancelling it prevents a start. Raises
-        `RuntimeError` if a thread cannot be started."""
+        `RuntimeError` if there is no thread and none can be started."""
         future: Future[T] = Future()
         self._queue.put((future, work))
         if self._num_begun < self._num_threads:
@@ -38,8 +38,9 @@ class DaemonThreads:
                     thread.start()
                     self._num_begun += 1
                 except RuntimeError:  # there is no memory for its stack
-                    future.cancel()
-                    raise
+                    if not self._num_begun:  # else another thread does the work
+                        future.cancel()
+                        raise
                 finally:
                     threading.stack_size(usual)
         return future

@@ -28,13 +28,20 @@ begun.wait()
 
 
 def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be no memory for its stack now."""
-    threads = DaemonThreads(1, "t", 2**20)
+    """There may be no memory for its stack now. With another thread the work is done all the same."""
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start")
+
+    threads = DaemonThreads(2, "t", 2**20)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("can't start")))
+        patch.setattr(threading.Thread, "start", fails)
         with pytest.raises(RuntimeError, match="can't start"):
             threads.submit(lambda: pytest.fail("its submitter was told that it failed"))
     assert threads.submit(lambda: 42).result(60) == 42
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        assert threads.submit(lambda: 43).result(60) == 43
     assert threading.stack_size() == 0, "other threads have the usual stack"
     threads.close()
 

@@ -511,6 +511,22 @@ async def test_running_sequences_leave_a_draining_worker(make: Any, time: Time) 
     assert bench.goodbyes(D2) == [work.key]
 
 
+async def test_a_dead_worker_that_still_does_not_answer_changes_nothing(make: Any) -> None:
+    """That is told at each timeout, as long as it is dead: nobody who waits is looked at for it."""
+    bench = make(decode=(D, D2))
+    key, _ = await bench.request()
+    decoded(bench, key, 10)
+    bench.lose(D)
+    attempt = bench.newest(key)[0].attempt
+    epoch = bench.registry.epoch
+    for _ in range(3):
+        bench.lose(D, "no answer")
+    assert bench.registry.epoch == epoch
+    assert bench.newest(key)[0].attempt == attempt
+    bench.open(D)
+    assert bench.registry.workers[D].usable
+
+
 async def test_a_sequence_stays_where_it_is_if_nobody_has_room(make: Any) -> None:
     bench = make(decode=(D, D2))
     key, task = await bench.request()

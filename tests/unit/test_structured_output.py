@@ -126,7 +126,7 @@ def schema(link):
     return "json_schema", text
 
 def nested(ref, key):
-    for _ in range(90):
+    for _ in range(90 if key == "items" else 50):  # the library reads 127 levels of brackets
         ref = {key: ref if key == "items" else [ref]}
     return ref
 
