@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Collection
 from dataclasses import dataclass
-from ipaddress import IPv4Address
 from typing import Protocol
 
 from common.contract.errors import Cause
@@ -23,12 +21,8 @@ from common.contract.messages.session import Hello, HelloRefused, Role, Welcome
 from common.runtime.channel import ControlClient, LinkState, channel_context
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.daemon_threads import DaemonThreads
+from common.runtime.names import Names
 from common.runtime.peer_networks import PeerNetworks
-
-_NUM_RESOLVERS = 4
-"""Most names that are looked up at a time. There are several, so that a name whose name servers are silent does not
-delay the others."""
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +80,7 @@ class SourceLinks:
         self._peers = peers
         self._keys = keys
         self._context = channel_context()
-        self._resolver = DaemonThreads(_NUM_RESOLVERS, "resolve-names")
+        self._names = Names(pulse.timeout_s)
         self._links: dict[str, _Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -124,13 +118,14 @@ class SourceLinks:
         try:
             await asyncio.gather(*self._closing, return_exceptions=True)
         finally:
+            self._names.close()
             self._context.destroy(linger=100)
 
     async def _run(self, address: str) -> None:
         """Resolve `address` and, if this worker may connect to it, keep the link until cancelled."""
         host, _, port = address.rpartition(":")
         try:
-            found = await self._resolve(host)
+            found = await self._names.find(host)
         except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
             self._give_up(address, Cause.WORKER_LOST, f"its name does not resolve: {error!r}")
             return
@@ -141,21 +136,10 @@ class SourceLinks:
             self._give_up(address, Cause.TRANSFER, why)
             return
         client = ControlClient(
-            self._context, address, self._me, self, self._clock, self._pulse, self._keys, f"{found}:{port}"
+            self._context, address, self._me, self, self._clock, self._pulse, self._keys, endpoint=f"{found}:{port}"
         )
         self._links[address].client = client
         await client.run()
-
-    async def _resolve(self, host: str) -> str:
-        """The IPv4 address of a host. Raises `OSError`, also when it takes too long, or `UnicodeError`."""
-        try:
-            return str(IPv4Address(host))
-        except ValueError:
-            pass
-        finding = self._resolver.submit(lambda: socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM))
-        async with asyncio.timeout(self._pulse.timeout_s):
-            (*_, found), *_ = await asyncio.wrap_future(finding)
-        return str(found[0])
 
     def _give_up(self, address: str, cause: Cause, why: str) -> None:
         del self._links[address]

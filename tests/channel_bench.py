@@ -22,6 +22,7 @@ from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Pha
 from common.contract.messages.worker import Tokens
 from common.runtime.channel import ControlClient, ControlServer, LinkState
 from common.runtime.clock import Clock, Pulse
+from common.runtime.names import Names
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 FINGERPRINT = Fingerprint(config_hash="c", weights_hash="weights-a", layout=LAYOUT)
@@ -100,7 +101,9 @@ class Events(list[str]):
 class Worker:
     """A real server, which may begin later; what its handler saw."""
 
-    def __init__(self, clock: Clock, pulse: Pulse, fingerprint: Fingerprint, port: int, begins: bool) -> None:
+    def __init__(
+        self, clock: Clock, pulse: Pulse, fingerprint: Fingerprint, port: int, begins: bool, host: str = "127.0.0.1"
+    ) -> None:
         self.fingerprint = fingerprint
         self.events = Events()
         self.received: list[tuple[Incarnation, Message]] = []
@@ -109,8 +112,8 @@ class Worker:
         self.beat = 0
         self.me = new_incarnation()
         self.server = ControlServer(self.me, clock, pulse)
-        self.port = self.server.bind("127.0.0.1", port)
-        self.address = f"127.0.0.1:{self.port}"
+        self.port = self.server.bind(host, port)
+        self.address = f"{host}:{self.port}"
         self._open = True
         if begins:
             self.begin()
@@ -173,7 +176,9 @@ class Worker:
 class Client:
     """A real link; what its handler saw."""
 
-    def __init__(self, address: str, clock: Clock, pulse: Pulse, fingerprint: Fingerprint | None) -> None:
+    def __init__(
+        self, address: str, clock: Clock, pulse: Pulse, fingerprint: Fingerprint | None, names: Names | None = None
+    ) -> None:
         self.fingerprint = fingerprint
         self.events = Events()
         self.received: list[Message] = []
@@ -185,7 +190,7 @@ class Client:
         """(why, whether it looked as if the worker's process had died)."""
         self.me = new_incarnation()
         self.context = zmq.asyncio.Context()
-        self.link = ControlClient(self.context, address, self.me, self, clock, pulse)
+        self.link = ControlClient(self.context, address, self.me, self, clock, pulse, names=names)
         self._linking = asyncio.create_task(self.link.run())
         self._open = True
 
@@ -373,8 +378,9 @@ class Net:
         *,
         clock: Clock | None = None,
         begins: bool = True,
+        host: str = "127.0.0.1",
     ) -> Worker:
-        self.open.append(worker := Worker(clock or self.clock, pulse or self._pulse, fingerprint, port, begins))
+        self.open.append(worker := Worker(clock or self.clock, pulse or self._pulse, fingerprint, port, begins, host))
         return worker
 
     def client(
@@ -384,8 +390,9 @@ class Net:
         fingerprint: Fingerprint | None = None,
         *,
         clock: Clock | None = None,
+        names: Names | None = None,
     ) -> Client:
-        self.open.append(client := Client(address, clock or self.clock, pulse or self._pulse, fingerprint))
+        self.open.append(client := Client(address, clock or self.clock, pulse or self._pulse, fingerprint, names))
         return client
 
     def raw_worker(self) -> RawWorker:

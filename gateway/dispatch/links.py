@@ -28,6 +28,7 @@ from common.contract.messages.worker import CacheEvents, StepTokens, Trial
 from common.runtime.channel import RECONNECT_S, ControlClient, Traffic, channel_context
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
+from common.runtime.names import Names
 from common.runtime.probes import counter, gauge
 from gateway.serving.suspicion import Crash
 from gateway.workers.discovery import Endpoint
@@ -86,6 +87,7 @@ class Links:
         self._clock = clock
         self._pulse = pulse
         self._keys = keys
+        self._names = Names(pulse.timeout_s)
         self._context = channel_context()
         self._links: dict[str, ControlClient] = {}
         self._traffic_before = Traffic()
@@ -124,6 +126,7 @@ class Links:
             try:
                 await asyncio.gather(*tasks, return_exceptions=True)
             finally:
+                self._names.close()
                 self._context.destroy(linger=100)
 
     async def wait_usable(self) -> None:
@@ -151,7 +154,9 @@ class Links:
         self._workers_changed()
 
     def _link(self, address: str) -> None:
-        link = ControlClient(self._context, address, self._me, self, self._clock, self._pulse, self._keys)
+        link = ControlClient(
+            self._context, address, self._me, self, self._clock, self._pulse, self._keys, names=self._names
+        )
         self._links[address] = link
         task = asyncio.create_task(link.run())
         self._linking[task] = link

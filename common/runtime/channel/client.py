@@ -40,6 +40,7 @@ from common.runtime.channel.ends import (
 )
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
+from common.runtime.names import Names, is_address
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ then forward their messages together."""
 _DEAF_SHARE = 0.7
 """Share of the timeout after which missing echoes count as a link broken towards the worker. Below 1, so that the
 client notices before the worker ends the session."""
-
+_LOOK_UP_PAUSE_S = 1.0
+"""Pause before the name of a worker to which there is no connection is looked up again."""
 
 _OWN_MESSAGES = frozenset({Welcome, HelloRefused, HelloRequired, Goodbye, Heartbeat})
 """Messages that are the link's, all or in part."""
@@ -109,9 +111,12 @@ class ControlClient:
         clock: Clock,
         pulse: Pulse,
         keys: CurveKeys | None = None,
+        *,
         endpoint: str | None = None,
+        names: Names | None = None,
     ) -> None:
-        """`endpoint` is the resolved form of `address`, if the caller has resolved it."""
+        """If `address` has a name, either the caller has resolved it, and `endpoint` is the result, or `names` looks it
+        up whenever there is no connection, since another host may have got the name."""
         self.address = address
         self.state = LinkState.GREETING
         self.welcome: Welcome | None = None
@@ -150,11 +155,15 @@ class ControlClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * min(pulse.timeout_s, 600)))
-        self._connected = False
-        """Whether the connection stands, as far as ZeroMQ knows."""
+        self._unconnected = asyncio.Event()
+        """Set while there is no connection, as far as ZeroMQ knows."""
+        self._unconnected.set()
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        self._endpoint = f"tcp://{endpoint or address}"
-        self._socket.connect(self._endpoint)
+        self._names = names
+        self._endpoint: str | None = None
+        """What to connect to; None until it is known."""
+        if endpoint is not None or is_address(address.rpartition(":")[0]):
+            self._connect(endpoint or address)
 
     async def run(self) -> None:
         """Serve until cancelled; closes the socket."""
@@ -163,6 +172,8 @@ class ControlClient:
                 tasks.create_task(self._receive())
                 tasks.create_task(self._watch())
                 tasks.create_task(self._watch_connection())
+                if self._endpoint is None:
+                    tasks.create_task(self._follow_name())
         finally:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -234,13 +245,43 @@ class ControlClient:
         """On a broken connection, send a Hello at once: it shows the end of a process much sooner than silence does."""
         while True:
             told = await recv_monitor_message(self._monitor)
-            self._connected = told["event"] == zmq.EVENT_CONNECTED
-            if not self._connected and self.state is LinkState.OPEN and not self._disconnected:
+            if told["event"] == zmq.EVENT_CONNECTED:
+                self._unconnected.clear()
+                continue
+            self._unconnected.set()
+            if self.state is LinkState.OPEN and not self._disconnected:
                 self._disconnected = self._resyncing = True
                 self._breaks += 1
                 self._hello_wait_s = _HELLO_RETRY_S / 2
                 self._greets.set()
                 after_reconnect_time(self._pulse, partial(self._judge_connection, self._breaks))
+
+    async def _follow_name(self) -> None:
+        """Connect to the address that the worker's name has now, whenever there is no connection."""
+        assert self._names is not None
+        host, _, port = self.address.rpartition(":")
+        before = ""
+        while True:
+            await self._unconnected.wait()
+            why = ""
+            try:
+                self._connect(f"{await self._names.find(host)}:{port}")
+            except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
+                why = repr(error)
+                if why != before:
+                    log.warning("%s does not resolve: %s", host, why)
+            before = why
+            await asyncio.sleep(_LOOK_UP_PAUSE_S)
+
+    def _connect(self, endpoint: str) -> None:
+        """Connect to `host:port`, and no longer to another one."""
+        before, self._endpoint = self._endpoint, f"tcp://{endpoint}"
+        if before == self._endpoint:
+            return
+        if before is not None:
+            log.info("%s is at %s now", self.address, endpoint)
+            self._socket.disconnect(before)
+        self._socket.connect(self._endpoint)
 
     @property
     def broken(self) -> bool:
@@ -366,9 +407,9 @@ class ControlClient:
         """Connect again, unless that is being tried, or the link is closed. On a connection whose packets were lost for
         some time TCP tries again only after as long a time once more, and what waits for it, such as Hellos, is out of
         date."""
-        if self.state is LinkState.CLOSED or not self._connected:
+        if self.state is LinkState.CLOSED or self._unconnected.is_set() or self._endpoint is None:
             return
-        self._connected = False
+        self._unconnected.set()
         self._socket.disconnect(self._endpoint)
         self._socket.connect(self._endpoint)
 
