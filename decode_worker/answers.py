@@ -23,7 +23,7 @@ class Answers:
     def __init__(self, agenda: Agenda, departures: Departures) -> None:
         self._agenda = agenda
         self._departures = departures
-        self.step = StepReport()
+        self.report = StepReport()
         """Tokens of the step that has just ended."""
 
     def tokens(self, choice: DecodeChoice) -> None:
@@ -38,12 +38,12 @@ class Answers:
             self._agenda.send(gateway, choice.tokens(choice.num_sent))
         else:
             new = range(choice.num_sent, sequence.num_tokens)
-            self.step.add_all(gateway, (choice.handle,) * len(new), new, sequence.token_ids[choice.num_sent :])
+            self.report.add_all(gateway, (choice.handle,) * len(new), new, sequence.token_ids[choice.num_sent :])
         choice.num_sent = sequence.num_tokens
 
     def step_ended(self) -> None:
         """Every sequence has its token of the step: send those that go together."""
-        self.step.send_all(self._agenda.send)
+        self.report.send_all(self._agenda.send)
 
     def prompt_scores(self, request: DecodeRequest, start: int, scored: Scored) -> int:
         """Send the log probabilities of prompt tokens from `start` on. Returns their number; raises

@@ -100,8 +100,8 @@ class DecodeCore:
     role = Role.DECODE
 
     def __init__(self, settings: DecodeSettings, engine: Engine, region: Region) -> None:
-        """Only facts about the model are read from `engine`, and its costs, which its steps refine. `region` computes
-        checksums."""
+        """Only facts about the model are read from `engine`, its count of steps, and its costs, which its steps refine.
+        `region` computes checksums."""
         self.settings = settings
         self.profile = settings.profile
         self.engine = engine

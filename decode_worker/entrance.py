@@ -62,7 +62,7 @@ class Entrance:
         self._newest_unread: LazyHeap[DecodeRequest] = LazyHeap()
         """Requests of `reserved` whose pull may not have read yet, the newest of the lowest tier first."""
         self.preempted: LazyHeap[DecodeChoice] = LazyHeap()
-        self.awaited: set[DecodeChoice] = set()
+        self.unmasked: set[DecodeChoice] = set()
         """Sequences whose next mask is not known yet. They are in no step, and do not come back."""
         self._num_orders = 0
         self._pressure: tuple[int, int] | None = None
@@ -101,11 +101,11 @@ class Entrance:
 
     def mask_awaited(self, choice: DecodeChoice) -> None:
         """The sequence's next mask is not known yet: until it is, the sequence is in no step, and is not resumed."""
-        self.awaited.add(choice)
+        self.unmasked.add(choice)
 
     def mask_known(self, choice: DecodeChoice) -> None:
         """The sequence's next mask is known, or not needed any more."""
-        self.awaited.discard(choice)
+        self.unmasked.discard(choice)
         if choice in self.preempted:
             self._look_again = True
 
@@ -261,8 +261,8 @@ class Entrance:
     def _next_preempted(self) -> DecodeChoice | None:
         """The preempted sequence that comes back first. Its mask must be known, because the last chunk may sample a
         token."""
-        first = self.preempted.smallest(1 + len(self.awaited))
-        return next((choice for choice in first if choice not in self.awaited), None)
+        first = self.preempted.smallest(1 + len(self.unmasked))
+        return next((choice for choice in first if choice not in self.unmasked), None)
 
     def _resume(self, choice: DecodeChoice, now: float) -> bool:
         """Give a preempted sequence blocks again."""

@@ -306,13 +306,13 @@ class DecodeRequest:
     @property
     def finished(self) -> bool:
         """Whether every choice has ended or moved away."""
-        return bool(self.choices) and all(g.finish_reason is not None or g.moved for g in self.choices)
+        return bool(self.choices) and all(each.finish_reason is not None or each.moved for each in self.choices)
 
     @property
     def num_new(self) -> int:
         """Smallest number of new tokens, beyond those that the request came with, among the choices that have not
         finished."""
-        going_on = [g.sequence.num_tokens for g in self.choices if g.finish_reason is None]
+        going_on = [each.sequence.num_tokens for each in self.choices if each.finish_reason is None]
         return min(going_on, default=0) - len(self.work.token_ids)
 
 

@@ -75,7 +75,7 @@ class DecodeScheduler:
     @property
     def num_idle(self) -> int:
         """Sequences in the batch that wait for their next mask."""
-        return sum(choice in self.batch for choice in self.entrance.awaited)
+        return sum(choice in self.batch for choice in self.entrance.unmasked)
 
     @property
     def num_waiting(self) -> int:
@@ -175,7 +175,7 @@ class DecodeScheduler:
         if joined:  # those that are ready to join count as about to grow
             self.entrance.look_again()
         self.preemption.relieve(step, now)
-        idle = self.batch.ending | {choice for choice in self.entrance.awaited if choice in self.batch}
+        idle = self.batch.ending | {choice for choice in self.entrance.unmasked if choice in self.batch}
         sitting_out = self._grow(step, now, idle) | idle
         step.decodes = self.batch.running()
         if sitting_out:
@@ -248,7 +248,7 @@ class DecodeScheduler:
         holders = [*self.batch.running(), *self.batch.ready(), *prompts.of_sequences]
         assert booked | {choice.key for choice in holders} == set(self._admission.keys())
         living = {*self.batch.running(), *self.batch.ready(), *entrance.preempted}
-        assert entrance.awaited <= living, "nobody asks while it is computed again, or has ended"
+        assert entrance.unmasked <= living, "nobody asks while it is computed again, or has ended"
 
     # --- a step's parts ------------------------------------------------------------------------------------------
 

@@ -103,7 +103,6 @@ class DecodeSteps:
             drafting=None
             if step.draft_work is None or decoding is None
             else step.draft_work.drafting(decoding.row_of()),
-            scored=any(chunk.prompt.request.work.prompt_logprobs is not None for chunk in step.chunks),
             noticed=self._front.tell_turn(),
         )
         self._agenda.emit(Compute(work))
@@ -122,11 +121,11 @@ class DecodeSteps:
         if planned.decoding is not None and ended.chosen is not None:
             self._decoded(step, planned.decoding, ended.chosen)
         num_tokens = self._totals.generated - before
-        sampled = dict(zip(map(id, step.chunks), ended.outcomes, strict=True))
-        scored = dict(zip(map(id, step.chunks), ended.scores, strict=False))
+        sampled = dict(zip(step.chunks, ended.outcomes, strict=True))
+        scored = dict(zip(step.chunks, ended.scores, strict=True))
         for chunk in self._scheduler.chunks_done(step.chunks):
-            if self._chunk_done(chunk, scored.get(id(chunk))) and chunk.last:
-                self._computed(chunk.prompt, sampled[id(chunk)])
+            if self._chunk_done(chunk, scored[chunk]) and chunk.last:
+                self._computed(chunk.prompt, sampled[chunk])
         self._answers.step_ended()
         self._learn(step, num_tokens, ended.duration_s, ended.drafted.seconds)
         if not self._pool.num_in_flight:
@@ -155,7 +154,7 @@ class DecodeSteps:
 
     def _decoded(self, step: Step, decoding: Decoding, chosen: Chosen) -> None:
         """Process the tokens of a step's decodes."""
-        num_appended, others = decoding.append(chosen, self._answers.step)
+        num_appended, others = decoding.append(chosen, self._answers.report)
         self._totals.generated += num_appended
         for index in others:
             choice = step.decodes[index]
@@ -171,7 +170,7 @@ class DecodeSteps:
         if trials and request.key in trials and request.num_new >= TRIAL_TOKENS:
             trials.discard(request.key)
 
-    def _chunk_done(self, chunk: Chunk[LocalPrompt], scored: Scored | None) -> bool:
+    def _chunk_done(self, chunk: Chunk[LocalPrompt], scored: Scored) -> bool:
         """Account for a chunk, and send the prompt's log probabilities if the request asked for them. Returns whether
         the request goes on."""
         num_tokens = chunk.end - chunk.start
@@ -179,8 +178,6 @@ class DecodeSteps:
             self._totals.prompt += num_tokens
         else:
             self._totals.recomputed += num_tokens
-        if scored is None:
-            return True
         request = chunk.prompt.request
         try:
             self._totals.scored += self._answers.prompt_scores(request, chunk.start, scored)

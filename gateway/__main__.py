@@ -69,7 +69,7 @@ def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
         max_sequence_tokens=most,
         max_body_bytes=settings.max_body_bytes,
         max_in_flight=settings.max_in_flight,
-        default_budget_s=settings.request_budget_s,
+        request_budget_s=settings.request_budget_s,
     )
     return ApiSettings(
         model_name=names[0],

@@ -36,7 +36,7 @@ class Limits:
     """Most bytes of all answers to one request at their longest; a request that could exceed it is refused with 400."""
     max_in_flight: int = 2048
     """Most POST requests in flight whose bodies have been read; further ones are refused with 429."""
-    default_budget_s: float = 86400.0
+    request_budget_s: float = 86400.0
     """Most seconds that a generation may take."""
     body_timeout_s: float = 60.0
     """Most seconds that a client may take to send its body."""

@@ -233,7 +233,7 @@ class LeaseTable:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def withdraw(self, request: RequestId, cause: Cause, message: str, *, now: float) -> list[LeaseAction]:
+    def withdraw(self, request: RequestId, cause: Cause, message: str) -> list[LeaseAction]:
         """End the lease from this side (abort, failure), or refuse the attach that waits for it; inert without either.
 
         An attach that waits for a newer attempt goes on waiting.

@@ -30,6 +30,9 @@ from kv_transfer.lease_table import LeaseAction, LeaseTable
 LENT_TTL_S = 30.0
 """Longest time, in seconds, that a cached prefix stays pinned for a sink. If a pull takes longer, it is better to
 compute the prefix."""
+UNATTACHED_TTL_S = 30.0
+"""Seconds that an offer waits for a sink to attach, and an attach that is early for its offer, unless a setting says
+otherwise."""
 MAX_LENT = 256
 """Most cached prefixes that are lent at once. Further ones are refused."""
 
@@ -52,7 +55,7 @@ class Lender:
         emit: Callable[[TransferAction | Consequence], None],
         clock: Clock,
         find_prefix: FindPrefix,
-        unattached_ttl_s: float = LENT_TTL_S,
+        unattached_ttl_s: float = UNATTACHED_TTL_S,
         checksum: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
         self._emit = emit
@@ -153,7 +156,7 @@ class Lender:
     def withdraw(self, request: RequestId, cause: Cause, message: str) -> None:
         """End the request's lease, or refuse the attach that waits for it (after abort or failure); inert without
         either."""
-        self._do(self._leases.withdraw(request, cause, message, now=self._clock()))
+        self._do(self._leases.withdraw(request, cause, message))
 
     # --- time and pressure ---------------------------------------------------------------------------------------
 

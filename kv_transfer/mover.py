@@ -88,7 +88,6 @@ class Mover:
         on_read: Callable[[ReadId, TransferError | None], None],
         on_fatal: Callable[[Exception], None],
     ) -> None:
-        self.num_reads_done = 0
         self.num_reads_failed = 0
         self.num_blocks_read = 0
         """Blocks of the reads that are done."""
@@ -155,7 +154,6 @@ class Mover:
             self.num_reads_failed += 1
             self._on_read(ended.read_id, TransferError(ended.error))
         else:
-            self.num_reads_done += 1
             self.num_blocks_read += ended.num_blocks
             self.read_seconds += ended.duration_s
             num_bytes = ended.num_blocks * self._region.block_bytes

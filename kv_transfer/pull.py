@@ -135,7 +135,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The pull is abandoned. `cause` is None when the first tokens ended the request (`Pull.ended_with`)."""
+    """The pull is abandoned with this cause; None also if the first tokens ended the request (`Pull.ended_with`)."""
 
     cause: Cause | None
     message: str

@@ -18,10 +18,10 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages.fields import Message
 from common.contract.messages.handoff import Detach
 from common.contract.messages.session import Hello, HelloRefused, Role, Welcome
-from common.runtime.channel import ControlClient, LinkState, channel_context
+from common.runtime.channel import ControlClient, channel_context
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.names import Names
+from common.runtime.names import HostNames
 from common.runtime.peer_networks import PeerNetworks
 
 log = logging.getLogger(__name__)
@@ -80,36 +80,22 @@ class SourceLinks:
         self._peers = peers
         self._keys = keys
         self._context = channel_context()
-        self._names = Names(pulse.timeout_s)
+        self._names = HostNames(pulse.timeout_s)
         self._links: dict[str, _Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def need(self, address: str) -> Incarnation | None:
-        """Make sure that a link to `address` exists. Returns the incarnation at its other end, or None if it is not
-        open yet."""
+    def need(self, address: str) -> None:
+        """Make sure that a link to `address` exists."""
         if address not in self._links:
             task = asyncio.create_task(self._run(address))
             task.add_done_callback(self._watch)
             self._links[address] = _Link(task)
-        return self.at(address)
-
-    def at(self, address: str) -> Incarnation | None:
-        """The incarnation at the other end of the link to `address`; None without an open link."""
-        client = self._client(address)
-        return client.worker if client is not None and client.state is LinkState.OPEN else None
 
     def send(self, address: str, message: Message) -> None:
         """Send to the source at `address`; inert without an open link."""
-        client = self._client(address)
-        if client is not None:
-            client.send(message)
-
-    def welcome(self, address: str) -> Welcome:
-        """The Welcome of the source at `address`, whose link must be open."""
-        client = self._client(address)
-        assert client is not None
-        assert client.welcome is not None
-        return client.welcome
+        link = self._links.get(address)
+        if link is not None and link.client is not None:
+            link.client.send(message)
 
     async def close(self) -> None:
         """Close every link."""
@@ -144,10 +130,6 @@ class SourceLinks:
     def _give_up(self, address: str, cause: Cause, why: str) -> None:
         del self._links[address]
         self._events.on_source_lost(address, None, cause, why)
-
-    def _client(self, address: str) -> ControlClient | None:
-        link = self._links.get(address)
-        return None if link is None else link.client
 
     def _watch(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

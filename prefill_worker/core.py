@@ -78,8 +78,8 @@ class PrefillCore:
     profile = Profile.THROUGHPUT
 
     def __init__(self, settings: PrefillSettings, me: Incarnation, engine: Engine, region: Region) -> None:
-        """Only facts about the model are read from `engine`, and its costs, which its steps refine. `region` computes
-        checksums."""
+        """Only facts about the model are read from `engine`, its count of steps, and its costs, which its steps refine.
+        `region` computes checksums."""
         self.settings = settings
         self.engine = engine
         layout = engine.runner.layout

@@ -100,7 +100,6 @@ class PrefillSteps:
                 prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
             ],
             completed=[self._completed(chunk) for chunk in chunks] if self._checksum is not None else (),
-            scored=True,
             noticed=self._front.tell_turn(),
         )
         self._agenda.emit(Compute(work))
@@ -130,11 +129,11 @@ class PrefillSteps:
         chunks = planned.chunks
         self._costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)
         checksums = ended.checksums or [()] * len(chunks)
-        tables = [chunk.prompt.block_table for chunk in chunks]  # those that are done leave
-        live = {id(chunk) for chunk in self._scheduler.step_done(chunks)}
+        tables = [chunk.prompt.block_table for chunk in chunks]  # `step_done` takes them from prompts that are done
+        live = set(self._scheduler.step_done(chunks))
         told = zip(chunks, tables, ended.outcomes, checksums, ended.scores, strict=True)
         for chunk, table, sampled, sums, scored in told:
-            if id(chunk) not in live:
+            if chunk not in live:
                 continue
             self._totals.prompt += chunk.end - chunk.start
             self._lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)

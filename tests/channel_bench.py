@@ -22,7 +22,8 @@ from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Pha
 from common.contract.messages.worker import Tokens
 from common.runtime.channel import ControlClient, ControlServer, LinkState
 from common.runtime.clock import Clock, Pulse
-from common.runtime.names import Names
+from common.runtime.curve import CurveKeys
+from common.runtime.names import HostNames
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 FINGERPRINT = Fingerprint(config_hash="c", weights_hash="weights-a", layout=LAYOUT)
@@ -102,7 +103,14 @@ class Worker:
     """A real server, which may begin later; what its handler saw."""
 
     def __init__(
-        self, clock: Clock, pulse: Pulse, fingerprint: Fingerprint, port: int, begins: bool, host: str = "127.0.0.1"
+        self,
+        clock: Clock,
+        pulse: Pulse,
+        fingerprint: Fingerprint,
+        port: int,
+        begins: bool,
+        host: str,
+        keys: CurveKeys | None,
     ) -> None:
         self.fingerprint = fingerprint
         self.events = Events()
@@ -111,7 +119,7 @@ class Worker:
         self.lost: list[Incarnation] = []
         self.beat = 0
         self.me = new_incarnation()
-        self.server = ControlServer(self.me, clock, pulse)
+        self.server = ControlServer(self.me, clock, pulse, keys)
         self.port = self.server.bind(host, port)
         self.address = f"{host}:{self.port}"
         self._open = True
@@ -177,7 +185,13 @@ class Client:
     """A real link; what its handler saw."""
 
     def __init__(
-        self, address: str, clock: Clock, pulse: Pulse, fingerprint: Fingerprint | None, names: Names | None = None
+        self,
+        address: str,
+        clock: Clock,
+        pulse: Pulse,
+        fingerprint: Fingerprint | None,
+        names: HostNames | None,
+        keys: CurveKeys | None,
     ) -> None:
         self.fingerprint = fingerprint
         self.events = Events()
@@ -190,7 +204,7 @@ class Client:
         """(why, whether it looked as if the worker's process had died)."""
         self.me = new_incarnation()
         self.context = zmq.asyncio.Context()
-        self.link = ControlClient(self.context, address, self.me, self, clock, pulse, names=names)
+        self.link = ControlClient(self.context, address, self.me, self, clock, pulse, keys, names=names)
         self._linking = asyncio.create_task(self.link.run())
         self._open = True
 
@@ -379,8 +393,10 @@ class Net:
         clock: Clock | None = None,
         begins: bool = True,
         host: str = "127.0.0.1",
+        keys: CurveKeys | None = None,
     ) -> Worker:
-        self.open.append(worker := Worker(clock or self.clock, pulse or self._pulse, fingerprint, port, begins, host))
+        worker = Worker(clock or self.clock, pulse or self._pulse, fingerprint, port, begins, host, keys)
+        self.open.append(worker)
         return worker
 
     def client(
@@ -390,9 +406,11 @@ class Net:
         fingerprint: Fingerprint | None = None,
         *,
         clock: Clock | None = None,
-        names: Names | None = None,
+        names: HostNames | None = None,
+        keys: CurveKeys | None = None,
     ) -> Client:
-        self.open.append(client := Client(address, clock or self.clock, pulse or self._pulse, fingerprint, names))
+        client = Client(address, clock or self.clock, pulse or self._pulse, fingerprint, names, keys)
+        self.open.append(client)
         return client
 
     def raw_worker(self) -> RawWorker:

@@ -23,8 +23,8 @@ from gateway.serving.flow_actions import (
     Done,
     Fail,
     FlowAction,
-    PlacementRequest,
     Unwanted,
+    Want,
 )
 from gateway.serving.generation import Delta, Generation
 from gateway.serving.suspicion import Crash
@@ -94,7 +94,7 @@ class Sent:
     message: Message
 
 
-Seen = Sent | Deliver | DeliverPrompt | PlacementRequest | Done | Fail
+Seen = Sent | Deliver | DeliverPrompt | Want | Done | Fail
 
 
 class Run:
@@ -171,7 +171,7 @@ class Run:
         decode: str,
         prefill: str | None = None,
         *,
-        want: PlacementRequest | None = None,
+        want: Want | None = None,
         prefix: PrefixHint | None = None,
         budget_s: float = 9,
     ) -> list[Seen]:
@@ -217,7 +217,7 @@ class Run:
         return self.flow.attempts[-1]
 
     @property
-    def want(self) -> PlacementRequest:
+    def want(self) -> Want:
         """The one thing that waits for workers."""
         (want,) = self.flow.wants
         return want

@@ -69,7 +69,11 @@ def usable(registry: Registry, role: Role) -> list[WorkerView]:
 
 
 def fitting(caution: Caution, workers: list[WorkerView]) -> list[WorkerView]:
-    return [w for w in workers if caution.fits is None or (w.welcome and w.welcome.fingerprint == caution.fits)]
+    return [
+        w
+        for w in workers
+        if caution.fingerprint is None or (w.welcome and w.welcome.fingerprint == caution.fingerprint)
+    ]
 
 
 def beside(caution: Caution, workers: list[WorkerView]) -> list[WorkerView]:

@@ -26,6 +26,11 @@ SECRETS = frozenset({"baton-api-keys", "baton-curve", "baton-hf-token", "baton-t
 """That an operator makes; `docs/operations/security.md` says how."""
 _END_S = 15
 """Seconds that a process gets beyond its grace."""
+_CONTEXTS = {"demo": 2048, "Qwen/Qwen2.5-7B-Instruct": 32768, "Qwen/Qwen2.5-32B-Instruct": 32768}
+"""Tokens of prompt and answer that the models of the overlays take."""
+_IDLE_BYTES = 200 * 2**20
+"""Of a gateway's process without requests."""
+_BYTES_OF_A_WAITING_TOKEN = 60
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
@@ -325,16 +330,35 @@ def monitors_reach(objects: list[Object]) -> Iterator[str]:
                     yield f"{named(each)}: its pods speak {scheme}"
 
 
+def _amount(quantity: str) -> float:
+    found = re.fullmatch(r"([0-9.]+)(m|[kMGTP]i?|)", quantity.replace("K", "k"))
+    assert found is not None
+    unit = found[2]
+    factor = 1e-3 if unit == "m" else (1024 if unit.endswith("i") else 1000) ** ("kMGTP".find(unit[:1]) + 1)
+    return float(found[1]) * (factor if unit else 1)
+
+
+def gateways_hold_what_they_let_in(objects: list[Object]) -> Iterator[str]:
+    """A gateway's memory holds as many waiting prompts of a whole context as it lets in."""
+    for each, _, container in containers(objects):
+        if container.get("args", ("",))[0] != "gateway":
+            continue
+        variables = environment(objects, container)
+
+        def setting(name: str, variables: Mapping[str, str | None] = variables) -> int:
+            given = variables.get(f"{ENV_PREFIX}{name.upper()}")
+            return int(given or ROLES["gateway"].model_fields[name].default or 0)
+
+        context = setting("max_model_len") or _CONTEXTS.get(variables.get("BATON_MODEL") or "", 0)
+        waiting = setting("max_in_flight") * context * _BYTES_OF_A_WAITING_TOKEN
+        needed = _IDLE_BYTES + 256 * 2**20 + 120 * setting("prefix_index_names") + waiting
+        limit = str(container.get("resources", {}).get("limits", {}).get("memory", "0"))
+        if _QUANTITY.fullmatch(limit) is not None and _amount(limit) < needed:
+            yield f"{named(each)}: its memory does not hold {needed / 2**30:.1f} GiB of requests that it lets in"
+
+
 def quantities_are_some(objects: list[Object]) -> Iterator[str]:
     """Resources and sizes are quantities, and requests are within limits."""
-
-    def bytes_of(quantity: str) -> float:
-        found = re.fullmatch(r"([0-9.]+)(m|[kMGTP]i?|)", quantity.replace("K", "k"))
-        assert found is not None
-        unit = found[2]
-        factor = 1e-3 if unit == "m" else (1024 if unit.endswith("i") else 1000) ** ("kMGTP".find(unit[:1]) + 1)
-        return float(found[1]) * (factor if unit else 1)
-
     for each, spec, container in containers(objects):
         resources = container.get("resources", {})
         given = [value for part in resources.values() for value in part.values()]
@@ -346,7 +370,7 @@ def quantities_are_some(objects: list[Object]) -> Iterator[str]:
             yield f"{named(each)}: {value!r} is no quantity"
         for name, least in resources.get("requests", {}).items():
             most = resources.get("limits", {}).get(name)
-            if not wrong and most is not None and bytes_of(str(least)) > bytes_of(str(most)):
+            if not wrong and most is not None and _amount(str(least)) > _amount(str(most)):
                 yield f"{named(each)}: it asks for more {name} than its limit"
         if "memory" not in resources.get("limits", {}):
             yield f"{named(each)}: no limit of memory"
@@ -381,6 +405,7 @@ LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     budgets_let_pods_go,
     scalers_fit,
     monitors_reach,
+    gateways_hold_what_they_let_in,
     quantities_are_some,
     pods_may_do_little,
 )

@@ -24,7 +24,17 @@ from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Resume, Source
 from common.contract.messages.session import Hello, Phase, Role
-from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, Timings, TokenLogprobs, Tokens
+from common.contract.messages.worker import (
+    Cancelled,
+    Cut,
+    Failed,
+    Finished,
+    Moved,
+    Timings,
+    TokenLogprobs,
+    Tokens,
+    TokenScores,
+)
 from common.contract.sampling import SamplingParams
 from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, SampledToken, Slice
 from common.runtime.config import DecodeSettings
@@ -142,6 +152,11 @@ class Engine:
     def chosen(self, step: Pause) -> Chosen:
         """What the step's decodes have chosen, once its outcomes are known."""
         return self.decoded
+
+    def scores(self, step: Pause) -> list[TokenScores]:
+        """No prompt is scored."""
+        assert step.step is not None
+        return [TokenScores() for _ in step.step[0]]
 
     def drafted(self, step: Pause) -> Drafted:
         """There is no draft model."""
@@ -287,12 +302,11 @@ class Links:
         self.events = events
         self.links: dict[str, Link] = {}
 
-    def need(self, address: str) -> Incarnation | None:
+    def need(self, address: str) -> None:
         """Make sure that there is a link."""
         if address not in self.links:
             self.links[address] = Link()
             self.greet(address)
-        return self.at(address)
 
     def greet(self, address: str) -> None:
         """Say Hello, the first time or again."""
@@ -302,15 +316,6 @@ class Links:
         pulls = tuple(self.events.open_pulls(address))
         hello = Hello(number=link.number, role=Role.DECODE, fingerprint=FINGERPRINT, open_requests=pulls)
         link.to_source.append(hello)
-
-    def at(self, address: str) -> Incarnation | None:
-        """Who answers there."""
-        link = self.links.get(address)
-        return self.site.world.site_at(address).name if link is not None and link.open else None
-
-    def welcome(self, address: str) -> Any:
-        """What the source has said of itself."""
-        return SimpleNamespace(transport="zmq", transport_metadata=b"")
 
     def send(self, address: str, message: Message) -> None:
         """Within the session; inert without one."""
@@ -327,7 +332,8 @@ class Links:
                 self.events.on_source_message(source, message)
         elif message == link.number:
             link.open = True
-            self.events.on_source_open(address, source, self.welcome(address))
+            welcome: Any = SimpleNamespace(transport="zmq", transport_metadata=b"")
+            self.events.on_source_open(address, source, welcome)
 
     def lose(self, address: str, why: str) -> None:
         """The source is gone, or seems so."""

@@ -265,10 +265,6 @@ class Engine:
         """Scores of the scored tokens of each slice of a step. `outcomes` of the step must have returned."""
         return step.result().submitted.scores()
 
-    async def step(self, slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
-        """Compute `slices`, and wait for the outcomes."""
-        return await self.outcomes(self.submit(slices))
-
     def call(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         """Run `work` on the engine's thread, after everything submitted before and before everything submitted
         later."""

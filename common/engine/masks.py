@@ -93,9 +93,9 @@ class Masks:
         self._servers.add(server)
         server.add_done_callback(self._servers.discard)
 
-    def forget(self, state: GrammarState | None) -> None:
+    def forget(self, state: GrammarState) -> None:
         """Drop the job of `state`, whose mask is not needed any more. Inert if it waits for none."""
-        job = None if state is None else self._jobs.pop(state, None)
+        job = self._jobs.pop(state, None)
         if job is not None:
             job.dropped = True
             self._is_here(job.state)

@@ -231,8 +231,13 @@ class Ranks:
                 self._processes.append(_start(arguments))
         except OSError as error:
             self._lost(f"a rank cannot be started: {error}")
-        else:
+            return
+        try:
             self._watch()
+        except BaseException as error:  # else nobody would notice if a rank ended
+            log.critical("the watch over the ranks has failed", exc_info=True)
+            self._lost(f"the watch over the ranks has failed: {error!r}")
+            raise
 
     def _watch(self) -> None:
         timeout_s = self._plan.pulse.timeout_s

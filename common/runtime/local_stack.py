@@ -290,7 +290,10 @@ def _describe(facts: dict[str, object]) -> str:
 
 
 def _describe_exit(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    named = -code in {each.value for each in signal.Signals}
+    return f"signal {signal.Signals(-code).name if named else -code}"
 
 
 def refuse_variables_of_the_stack() -> None:

@@ -1,5 +1,6 @@
-"""Looks up names of hosts in threads. ZeroMQ would do so on its only I/O thread, and so one name whose name servers are
-silent would stop every link of the process."""
+"""Looks up names of hosts in threads. ZeroMQ would do so on its only I/O thread, where one name whose name servers are
+silent stops every link of the process. A lookup of the event loop cannot be cancelled, and an exit would wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import asyncio
 import socket
 from concurrent.futures import Future
 from ipaddress import IPv4Address
+from time import monotonic
 from typing import Any
 
 from common.runtime.daemon_threads import DaemonThreads
@@ -14,6 +16,8 @@ from common.runtime.daemon_threads import DaemonThreads
 _NUM_THREADS = 4
 """Most names that are looked up at a time. There are several, so that a name whose name servers are silent does not
 delay the others."""
+_KEPT_S = 60.0
+"""Longest time for which the result of a lookup is kept for the next `find`, if nobody waits for it any more."""
 
 
 def is_address(host: str) -> bool:
@@ -25,31 +29,57 @@ def is_address(host: str) -> bool:
     return True
 
 
-class Names:
+class HostNames:
     """The names that a process connects to."""
 
     def __init__(self, timeout_s: float) -> None:
         """`find` takes at most `timeout_s`."""
         self._timeout_s = timeout_s
         self._threads = DaemonThreads(_NUM_THREADS, "look-up-names")
-        self._finding: dict[str, Future[list[tuple[Any, ...]]]] = {}
-        """Lookups that have not ended, some of which nobody waits for any more. A name has one at a time, so that it
-        takes no second thread."""
+        self._lookups: dict[str, _Lookup] = {}
+        """Lookups whose results nobody has taken yet. A name has one at a time, so that it takes no second thread; one
+        that takes longer than `timeout_s` is not begun again, so that it ends."""
 
     async def find(self, host: str) -> str:
-        """The IPv4 address of a host. Raises `OSError`, also when it takes too long, or `UnicodeError` if the host
-        cannot be a name."""
-        if is_address(host):
-            return host
-        finding = self._finding.get(host)
-        if finding is None or finding.done():
-            self._finding = {name: each for name, each in self._finding.items() if not each.done()}
-            finding = self._threads.submit(lambda: socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM))
-            self._finding[host] = finding
+        """The first IPv4 address of a host. Raises as `find_all` does."""
+        return host if is_address(host) else (await self.find_all(host))[0]
+
+    async def find_all(self, host: str) -> list[str]:
+        """The IPv4 addresses of a name, in the order in which the system gives them. Raises `OSError`, also when it
+        takes too long, or `UnicodeError` if the host cannot be a name."""
+        for name in [name for name, each in self._lookups.items() if each.is_old()]:
+            del self._lookups[name]
+        lookup = self._lookups.get(host)
+        if lookup is None:
+            lookup = self._lookups[host] = _Lookup(self._threads, host)
         async with asyncio.timeout(self._timeout_s):
-            (*_, found), *_ = await asyncio.shield(asyncio.wrap_future(finding))
-        return str(found[0])
+            await asyncio.gather(asyncio.shield(asyncio.wrap_future(lookup.found)), return_exceptions=True)
+        if self._lookups.get(host) is lookup:
+            del self._lookups[host]
+        return list(dict.fromkeys(address[0] for *_, address in lookup.found.result()))
 
     def close(self) -> None:
         """End the threads, each after the lookup that it is at."""
         self._threads.close()
+
+
+class _Lookup:
+    """One call of `getaddrinfo`."""
+
+    def __init__(self, threads: DaemonThreads, host: str) -> None:
+        """Begin it. Raises `OSError` if no thread can be started."""
+        self._ended_at: float | None = None
+        try:
+            self.found: Future[list[tuple[Any, ...]]] = threads.submit(
+                lambda: socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+            )
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        self.found.add_done_callback(self._end)
+
+    def is_old(self) -> bool:
+        """Whether it has ended too long ago for its result to be used."""
+        return self._ended_at is not None and monotonic() - self._ended_at > _KEPT_S
+
+    def _end(self, _: object) -> None:
+        self._ended_at = monotonic()

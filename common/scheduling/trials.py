@@ -48,10 +48,6 @@ class Trials:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._suspects
 
-    def suspects(self) -> tuple[RequestKey, ...]:
-        """The suspects, in the order of their arrival."""
-        return tuple(self._suspects)
-
     def add(self, key: RequestKey, level: Suspicion) -> None:
         """Add a request that has arrived; inert if it is not a suspect."""
         if level is not Suspicion.NONE:

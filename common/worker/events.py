@@ -133,8 +133,6 @@ class PlannedStep:
     swap_ins: Sequence[tuple[int, int]] = ()
     completed: Sequence[Sequence[int]] = ()
     """Blocks that each slice completes and whose checksums are wanted; empty without checksums."""
-    scored: bool = False
-    """Whether prompt tokens are to be scored."""
     noticed: bool = False
     """Whether gateways were just told which suspects are in it. That message must leave before the step begins."""
 

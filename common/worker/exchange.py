@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from common.runtime.config import WorkerSettings
 from common.worker.agenda import Agenda
-from kv_transfer.lender import LENT_TTL_S, FindPrefix, Lender
+from kv_transfer.lender import UNATTACHED_TTL_S, FindPrefix, Lender
 from kv_transfer.pulls import Pulls
 from kv_transfer.regions import Region
 
@@ -22,7 +22,7 @@ class Exchange:
         settings: WorkerSettings,
         region: Region,
         find_prefix: FindPrefix,
-        unattached_ttl_s: float = LENT_TTL_S,
+        unattached_ttl_s: float = UNATTACHED_TTL_S,
     ) -> None:
         self.checksum: Callable[[Sequence[int]], Sequence[int]] | None = region.crc32 if settings.checksums else None
         """CRC-32 of each block; None if the deployment does not use checksums."""

@@ -100,7 +100,7 @@ class Front(Generic[_Request]):
             case Attach() | AttachPrefix() | Settle() | Detach():
                 self._exchange.lender.on_message(peer, message)
             case Resume():
-                self.draining = self._leaving
+                self.draining = self._leaving  # serve again, unless the process is ending
             case _:
                 log.warning("%s is not for a worker of this role; ignored", type(message).__name__)
 

@@ -30,10 +30,9 @@ class MaskAsks(Generic[_Subject]):
         return self._subjects.values()
 
     def ask(
-        self, subject: _Subject, grammar: str | None, state: GrammarState, token_ids: Sequence[int], prompt_len: int
+        self, subject: _Subject, grammar: str, state: GrammarState, token_ids: Sequence[int], prompt_len: int
     ) -> None:
         """Ask which tokens may follow `token_ids`, whose output begins at `prompt_len`."""
-        assert grammar is not None, "a text without a grammar needs no mask"
         self._subjects[state] = subject
         self._agenda.emit(AskMask(grammar, state, token_ids, prompt_len))
 

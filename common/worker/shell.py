@@ -238,7 +238,7 @@ class WorkerShell:
         self._step_since = self._clock()
         checksums = () if step.checksums is None else await step.checksums
         chosen = None if work.decodes is None else self._engine.chosen(step.submitted)
-        scores = self._engine.scores(step.submitted) if work.scored else ()
+        scores = self._engine.scores(step.submitted)
         num_decodes = 0 if work.decodes is None else len(work.decodes)
         self._step_tokens.observe(num_decodes + sum(len(each.token_ids) for each in work.slices))
         drafted = self._engine.drafted(step.submitted)

@@ -11,7 +11,7 @@ from common.contract.messages.session import Phase, Role
 from common.contract.tiers import Tier
 from gateway.dispatch.router import Ask, Cached, Caution, Handoff, Local, Router
 from gateway.serving.choice import Choice
-from gateway.serving.flow_actions import PlacementRequest
+from gateway.serving.flow_actions import Want
 from gateway.workers.load_table import Rows
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
@@ -25,7 +25,7 @@ class Rebind:
     decode: WorkerView
 
 
-_NOTHING = Ask(num_tokens=1)
+_ONE_TOKEN = Ask(num_tokens=1)
 Route = Handoff | Local | Rebind
 
 
@@ -36,49 +36,51 @@ class Candidates:
         self._registry = registry
         self._router = router
 
-    def stands(self, want: PlacementRequest) -> bool:
+    def stands(self, want: Want) -> bool:
         """Whether the worker that made the want's offer is still there, and makes progress."""
         assert want.offer is not None
         life = want.offer.life
         worker = self._registry.workers.get(life.address)
         return worker is not None and worker.incarnation == life.incarnation and not worker.stalled
 
-    def able(self, want: PlacementRequest, fits: Fingerprint | None) -> list[WorkerView]:
+    def able(self, want: Want, fingerprint: Fingerprint | None) -> list[WorkerView]:
         """The decode workers that may take these choices, full ones included."""
-        return self._registry.table.views(self._rows(_caution(want, fits), _ask(want)))
+        return self._registry.table.views(self._rows(_caution(want, fingerprint), _ask(want)))
 
-    def hope(self, want: PlacementRequest, fits: Fingerprint | None) -> bool:
+    def hope(self, want: Want, fingerprint: Fingerprint | None) -> bool:
         """Whether a decode worker exists that may take these choices, now or after draining."""
         caution, table = _caution(want, None), self._registry.table
         there = [
             row
             for row, worker in enumerate(table.workers)
-            if worker.role is Role.DECODE and worker.there and worker.refused is None and worker.fits(fits)
+            if worker.role is Role.DECODE and worker.there and worker.refused is None and worker.fits(fingerprint)
         ]
         return len(caution.able(table, np.array(there, dtype=np.intp), _ask(want))) > 0
 
-    def all_too_small(self, want: PlacementRequest, fits: Fingerprint | None) -> bool:
+    def all_too_small(self, want: Want, fingerprint: Fingerprint | None) -> bool:
         """Whether decode workers are usable, and all have said that they can never hold these choices."""
         ask = _ask(want)
-        return len(self._rows(Caution(fits=fits), ask)) > 0 and not len(self._rows(_caution(want, fits), ask))
+        return len(self._rows(Caution(fingerprint=fingerprint), ask)) > 0 and not len(
+            self._rows(_caution(want, fingerprint), ask)
+        )
 
     def choose(
         self,
-        want: PlacementRequest,
+        want: Want,
         tier: Tier,
         cached: Cached,
         now: float,
-        fits: Fingerprint | None = None,
+        fingerprint: Fingerprint | None = None,
         beside: frozenset[WorkerLife] = frozenset(),
         *,
         least_wait: bool = False,
     ) -> Route | None:
         """Workers for these choices; None if they have to wait.
 
-        They have the fingerprint `fits`, if given. Workers in `beside` are preferred. `least_wait` minimises the wait,
+        They have this fingerprint, if given. Workers in `beside` are preferred. `least_wait` minimises the wait,
         however long the prompt then takes.
         """
-        caution = _caution(want, fits, beside)
+        caution = _caution(want, fingerprint, beside)
         ask = _ask(want, tier, now, least_wait=least_wait)
         if want.offer is None:
             return self._router.choose(ask, cached, caution)
@@ -96,21 +98,21 @@ class Candidates:
             return False
         if leaving.welcome is None or leaving.load is None or leaving.load.phase is Phase.SERVING:
             return False
-        others = self._rows(Caution(fits=leaving.welcome.fingerprint), _NOTHING)
-        return any(worker.has_room(_NOTHING.num_tokens) for worker in self._registry.table.views(others))
+        others = self._rows(Caution(fingerprint=leaving.welcome.fingerprint), _ONE_TOKEN)
+        return any(worker.has_room(_ONE_TOKEN.num_tokens) for worker in self._registry.table.views(others))
 
     def refuge(
         self,
         address: str,
         choice: Choice,
         most_tokens: int,
-        fits: Fingerprint | None = None,
+        fingerprint: Fingerprint | None = None,
         tier: Tier = Tier.STANDARD,
     ) -> WorkerView | None:
         """A decode worker other than the one at `address` that probably has room for a leaving sequence; None without
         one."""
         ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens, tier=tier)
-        caution = Caution(fits=fits, too_small=frozenset(choice.too_small), admitted=True)
+        caution = Caution(fingerprint=fingerprint, too_small=frozenset(choice.too_small), admitted=True)
         table = self._registry.table
         decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
         others = [
@@ -126,11 +128,13 @@ class Candidates:
         return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
 
 
-def _caution(want: PlacementRequest, fits: Fingerprint | None, beside: frozenset[WorkerLife] = frozenset()) -> Caution:
-    return Caution(avoid=want.avoid, fits=fits, beside=beside, too_small=want.too_small, admitted=want.admitted)
+def _caution(want: Want, fingerprint: Fingerprint | None, beside: frozenset[WorkerLife] = frozenset()) -> Caution:
+    return Caution(
+        avoid=want.avoid, fingerprint=fingerprint, beside=beside, too_small=want.too_small, admitted=want.admitted
+    )
 
 
-def _ask(want: PlacementRequest, tier: Tier = Tier.STANDARD, now: float = 0.0, *, least_wait: bool = False) -> Ask:
+def _ask(want: Want, tier: Tier = Tier.STANDARD, now: float = 0.0, *, least_wait: bool = False) -> Ask:
     return Ask(
         num_tokens=want.num_tokens,
         tier=tier,

@@ -45,8 +45,8 @@ from gateway.serving.flow_actions import (
     Done,
     Fail,
     FlowAction,
-    PlacementRequest,
     Unwanted,
+    Want,
 )
 from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness
 from gateway.serving.suspicion import Crash
@@ -84,10 +84,10 @@ class Dispatcher(Collector):
         keys: CurveKeys | None = None,
     ) -> None:
         """`local_prefill_tokens`: a decode worker computes a prompt of which it has at most so many tokens to compute.
-        With 0 there is none, because the last token is never cached. `targets`: by them a decode worker's profile is
-        chosen. `max_prefix_names` bounds the prefix index.
-        Without `ttft_limits` no request is refused because of expected times. An admitted request waits up to
-        `patience_s` while no suitable worker exists. A request that gets no token for `silence_s` fails.
+        With 0 it computes none, because the last token is never cached. `targets`: by them a decode worker's profile is
+        chosen. `max_prefix_names` bounds the prefix index. Without `ttft_limits` no request is refused because of
+        expected times. An admitted request waits up to `patience_s` while no suitable worker exists. A request that
+        gets no token for `silence_s` fails.
         """
         index = PrefixIndex(max_prefix_names)
         router = Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing, targets=targets)
@@ -279,7 +279,7 @@ class Dispatcher(Collector):
                 self._deliver(request, action)
             case DeliverPrompt(delta):
                 request.mailbox.put(delta)
-            case PlacementRequest():
+            case Want():
                 self._want(request, action)
             case Unwanted(want):
                 self.placement.waiting.discard(want)
@@ -301,7 +301,7 @@ class Dispatcher(Collector):
             self.recovery.resume.observe(now - failed_at)
         request.mailbox.put(delta)
 
-    def _want(self, request: OpenRequest, want: PlacementRequest) -> None:
+    def _want(self, request: OpenRequest, want: Want) -> None:
         """Let choices wait for workers, from now on or after `want.delay_s`."""
         if request.fingerprint is not None:  # they had workers before
             choices = [choice.index for choice in want.choices]
@@ -315,7 +315,7 @@ class Dispatcher(Collector):
         else:
             self.placement.waiting.add(want, request)
 
-    def _delay_over(self, request: OpenRequest, want: PlacementRequest) -> None:
+    def _delay_over(self, request: OpenRequest, want: Want) -> None:
         if request.flow.running:
             self.placement.waiting.add(want, request)
             self.look_again()

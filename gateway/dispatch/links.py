@@ -28,7 +28,7 @@ from common.contract.messages.worker import CacheEvents, StepTokens, Trial
 from common.runtime.channel import RECONNECT_S, ControlClient, Traffic, channel_context
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.names import Names
+from common.runtime.names import HostNames
 from common.runtime.probes import counter, gauge
 from gateway.serving.suspicion import Crash
 from gateway.workers.discovery import Endpoint
@@ -87,7 +87,7 @@ class Links:
         self._clock = clock
         self._pulse = pulse
         self._keys = keys
-        self._names = Names(pulse.timeout_s)
+        self._names = HostNames(pulse.timeout_s)
         self._context = channel_context()
         self._links: dict[str, ControlClient] = {}
         self._traffic_before = Traffic()

@@ -33,7 +33,7 @@ from gateway.dispatch.router import Handoff, Local, LocalPrefill, Router
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.dispatch.waiting import Waiting
 from gateway.serving.attempt import Assignment
-from gateway.serving.flow_actions import FlowAction, PlacementRequest
+from gateway.serving.flow_actions import FlowAction, Want
 from gateway.serving.generation import Refusal
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
@@ -47,7 +47,7 @@ DEGRADED = "degraded: no prefill worker is usable, and decode workers compute th
 class Hopeless(NamedTuple):
     """Action: no worker exists that could take a want now or later; the request's patience begins."""
 
-    want: PlacementRequest
+    want: Want
 
 
 Decided = Sequence[tuple[OpenRequest, FlowAction | Hopeless]]
@@ -100,7 +100,7 @@ class Placement:
         want, request = waiting
         return [(request, action) for action in self._decide(want, request, now)]
 
-    def give_up(self, want: PlacementRequest, request: OpenRequest, patience_s: float) -> list[FlowAction]:
+    def give_up(self, want: Want, request: OpenRequest, patience_s: float) -> list[FlowAction]:
         """End a request that has waited `patience_s` while no suitable worker existed."""
         flow = request.flow
         if want.refusal is not None and self.candidates.all_too_small(want, request.fingerprint):
@@ -142,10 +142,10 @@ class Placement:
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
-    def _decide(self, want: PlacementRequest, request: OpenRequest, now: float) -> Sequence[FlowAction | Hopeless]:
+    def _decide(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction | Hopeless]:
         """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
-        flow, fits = request.flow, request.fingerprint
-        able = self.candidates.able(want, fits)
+        flow, fingerprint = request.flow, request.fingerprint
+        able = self.candidates.able(want, fingerprint)
         refused = not able and want.refusal is not None and not want.admitted
         if not refused and (not able or (want.admitted and all(worker.full for worker in able))):
             lives = frozenset(worker.life for worker in able)
@@ -159,7 +159,7 @@ class Placement:
             return flow.without_offer(want)
         return self._route(want, request, now)
 
-    def _note_hope(self, want: PlacementRequest, request: OpenRequest, now: float) -> Sequence[Hopeless]:
+    def _note_hope(self, want: Want, request: OpenRequest, now: float) -> Sequence[Hopeless]:
         """Let choices wait until the request's deadline, or, if no suitable worker exists, as long as its patience
         lasts."""
         if want.admitted and self.candidates.hope(want, request.fingerprint):
@@ -169,7 +169,7 @@ class Placement:
             return [Hopeless(want)]
         return []
 
-    def _route(self, want: PlacementRequest, request: OpenRequest, now: float) -> Sequence[FlowAction]:
+    def _route(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction]:
         flow, generation = request.flow, request.flow.generation
         # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
         num_blocks = self._index.longest(request.block_hashes) if flow.report.complete else {}
@@ -184,9 +184,7 @@ class Placement:
             return flow.fail(Cause.CAPACITY, refusal.message)
         return self._go(want, request, route, now)
 
-    def _let_in(
-        self, want: PlacementRequest, request: OpenRequest, route: Route, now: float
-    ) -> tuple[Route, Refusal | None]:
+    def _let_in(self, want: Want, request: OpenRequest, route: Route, now: float) -> tuple[Route, Refusal | None]:
         """Where a request goes, and why it is refused, if it is. That is decided once for each request: its other
         prompts follow the first, and failovers are let in. The best route may be one with a wait, so before a refusal
         the route with the least wait is tried."""
@@ -209,7 +207,7 @@ class Placement:
         self._num_refused[Role.PREFILL if turn else Role.DECODE, tier] += 1
         return route, admittance.refusal
 
-    def _go(self, want: PlacementRequest, request: OpenRequest, route: Route, now: float) -> Sequence[FlowAction]:
+    def _go(self, want: Want, request: OpenRequest, route: Route, now: float) -> Sequence[FlowAction]:
         flow = request.flow
         prefill = route.prefill.life if isinstance(route, Handoff) else None
         prefix = route.prefix if isinstance(route, Handoff) else None

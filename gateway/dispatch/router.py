@@ -152,7 +152,7 @@ class Caution(NamedTuple):
 
     avoid: frozenset[WorkerLife] = frozenset()
     """Workers that have just failed the request."""
-    fits: Fingerprint | None = None
+    fingerprint: Fingerprint | None = None
     """The fingerprint that the request has begun with; workers with another one are excluded. None before it has
     begun."""
     beside: frozenset[WorkerLife] = frozenset()
@@ -189,7 +189,7 @@ class Caution(NamedTuple):
 
     def _fitting(self, table: LoadTable, rows: Rows) -> Rows:
         """The workers with the fingerprint, all or none: all usable workers have one (`Registry`)."""
-        return rows if not len(rows) or table.workers[rows[0]].fits(self.fits) else rows[:0]
+        return rows if not len(rows) or table.workers[rows[0]].fits(self.fingerprint) else rows[:0]
 
 
 def _without(table: LoadTable, rows: Rows, lives: frozenset[WorkerLife]) -> Rows:
@@ -263,9 +263,9 @@ class Router:
         asks for the one with the earliest room; then the lowest occupancy, roughly; then, among uncrowded workers, the
         most cached prompt tokens; then the fewest requests from this gateway."""
         table = self._registry.table
-        space_s = room_s(table, ask.tier, ask.num_choices)
-        rows = of_profile(table, rows, ask.tier, self._targets[ask.tier], space_s)
-        return table.workers[_least_loaded(table, rows, table.spread(cached), space_s)]
+        until_room_s = room_s(table, ask.tier, ask.num_choices)
+        rows = of_profile(table, rows, ask.tier, self._targets[ask.tier], until_room_s)
+        return table.workers[_least_loaded(table, rows, table.spread(cached), until_room_s)]
 
     def _next(self, rows: Rows) -> Rows:
         return rows[[self._turn % len(rows)]] if len(rows) else rows
@@ -274,24 +274,24 @@ class Router:
 class _Times(NamedTuple):
     """Expected seconds at each worker, for a prompt of the tier."""
 
-    turn_s: Column
+    queue_s: Column
     """Until the prompt's turn."""
-    space_s: Column
+    room_s: Column
     """Until the worker has room."""
 
     @property
     def wait_s(self) -> Column:
         """Until the worker has room, and the prompt its turn there."""
-        return np.maximum(self.turn_s, self.space_s)
+        return np.maximum(self.queue_s, self.room_s)
 
 
-def _least_loaded(table: LoadTable, rows: Rows, here: Column, space_s: Column) -> int:
+def _least_loaded(table: LoadTable, rows: Rows, here: Column, until_room_s: Column) -> int:
     if len(rows) == 1:
         return rows.item()
     sought = np.zeros_like(here)
     uncrowded = _uncrowded(table, rows)
     sought[uncrowded] = here[uncrowded]
-    rows = _fewest(rows, space_s)
+    rows = _fewest(rows, until_room_s)
     rows = _fewest(rows, np.floor(table.occupancy / _OCCUPANCY_STEP))
     return _least(table, rows, -sought)
 
@@ -300,9 +300,9 @@ def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Colu
     holders = np.concatenate([prefill, decode])
     most = int(np.maximum.reduce(here[holders]))
     own_s = prompt_s(table, ask.num_tokens, here, most)
-    chosen = _least(table, _soonest(prefill, times.turn_s if ask.least_wait else times.turn_s + own_s), -here)
+    chosen = _least(table, _soonest(prefill, times.queue_s if ask.least_wait else times.queue_s + own_s), -here)
     num_cached = int(here[chosen])
-    taker = _least_loaded(table, decode, here, times.space_s)
+    taker = _least_loaded(table, decode, here, times.room_s)
     prefix = None
     if most > num_cached:
         holder = table.workers[_least(table, holders, -here)]
@@ -313,18 +313,18 @@ def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Colu
         prefix=prefix,
         num_cached=num_cached,
         expected=Expected(
-            queue_s=float(times.turn_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(times.space_s[taker])
+            queue_s=float(times.queue_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(times.room_s[taker])
         ),
     )
 
 
 def _local(table: LoadTable, ask: Ask, decode: Rows, here: Column, times: _Times, reason: LocalPrefill) -> Local:
-    turn_s, space_s = times.turn_s, times.space_s
     own_s = prompt_s(table, ask.num_tokens, here)
-    wait_s = times.wait_s
-    soonest = _soonest(decode, wait_s if ask.least_wait else wait_s + own_s)
-    chosen = _least_loaded(table, soonest, here, space_s)
-    expected = Expected(queue_s=float(turn_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(space_s[chosen]))
+    soonest = _soonest(decode, times.wait_s if ask.least_wait else times.wait_s + own_s)
+    chosen = _least_loaded(table, soonest, here, times.room_s)
+    expected = Expected(
+        queue_s=float(times.queue_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(times.room_s[chosen])
+    )
     return Local(decode=table.workers[chosen], num_cached=int(here[chosen]), expected=expected, reason=reason)
 
 

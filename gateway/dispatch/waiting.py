@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.dispatch.open_request import OpenRequest
-from gateway.serving.flow_actions import PlacementRequest
+from gateway.serving.flow_actions import Want
 from gateway.workers.worker_life import WorkerLife
 
 _Group = tuple[int, frozenset[WorkerLife]]
@@ -25,30 +25,27 @@ class Waiting:
     """Wants of open requests, in order of arrival."""
 
     def __init__(self) -> None:
-        self._requests: dict[PlacementRequest, OpenRequest] = {}
-        self._new: dict[PlacementRequest, None] = {}
+        self._requests: dict[Want, OpenRequest] = {}
+        self._new: dict[Want, None] = {}
         """Wants to look at."""
-        self._parked: dict[_Group, dict[PlacementRequest, None]] = {}
-        self._groups: dict[PlacementRequest, _Group] = {}
+        self._parked: dict[_Group, dict[Want, None]] = {}
+        self._groups: dict[Want, _Group] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, want: PlacementRequest) -> bool:
-        return want in self._requests
-
-    def add(self, want: PlacementRequest, request: OpenRequest) -> None:
+    def add(self, want: Want, request: OpenRequest) -> None:
         """Add a want, to be looked at."""
         self._requests[want] = request
         self._new[want] = None
 
-    def park(self, want: PlacementRequest, rank: int, lives: frozenset[WorkerLife]) -> None:
+    def park(self, want: Want, rank: int, lives: frozenset[WorkerLife]) -> None:
         """Park a want that was looked at and that none of `lives` takes now. `rank` is its tier's rank."""
         self._new.pop(want, None)
         group = self._groups[want] = rank, lives
         self._parked.setdefault(group, {})[want] = None
 
-    def discard(self, want: PlacementRequest) -> None:
+    def discard(self, want: Want) -> None:
         """Remove a want; inert if it does not wait."""
         if self._requests.pop(want, None) is None:
             return
@@ -66,7 +63,7 @@ class Waiting:
         self._parked.clear()
         self._groups.clear()
 
-    def next(self, takes: Callable[[WorkerLife], bool]) -> tuple[PlacementRequest, OpenRequest] | None:
+    def next(self, takes: Callable[[WorkerLife], bool]) -> tuple[Want, OpenRequest] | None:
         """The next want to look at: first the new ones, then those of the highest tier that are parked for a life that
         takes work. None if there are none."""
         if self._new:

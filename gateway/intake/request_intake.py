@@ -350,7 +350,7 @@ class Intake:
             token_ids=tuple(token_ids),
             num_choices=form.n or 1,
             sampling=self._sampling(form, max(1, max_tokens), num_logprobs, grammar),
-            budget_s=self._limits.default_budget_s,
+            budget_s=self._limits.request_budget_s,
             tier=form.service_tier,
             tenant=tenant,
             cache_salt=_cache_salt(tenant, form.cache_salt),

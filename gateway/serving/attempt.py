@@ -105,8 +105,8 @@ class Attempt:
         prefill: WorkerLife | None = None,
         offer: Assignment | None = None,
         moving: Assignment | None = None,
-        admitted: bool = False,
-        now: float = 0.0,
+        admitted: bool,
+        now: float,
     ) -> None:
         """An attempt on `decode` and `prefill`, or on `decode` alone. Alone, `decode` takes over the `offer` of a
         prefill worker, or pulls the running sequence of the assignment `moving` from another decode worker, or else

@@ -2,7 +2,7 @@
 
 Life cycle of a request in the gateway:
 
-    1. Its choices want workers (`PlacementRequest`); once these are chosen, an attempt begins
+    1. Its choices want workers (`Want`); once these are chosen, an attempt begins
        (`gateway.serving.attempt`).
     2. Tokens are accepted by position, whichever attempt they come from, and go to the client.
     3. A worker fails, refuses or is lost: the unfinished choices want workers again, with the tokens that the client
@@ -53,8 +53,8 @@ from gateway.serving.flow_actions import (
     Done,
     Fail,
     FlowAction,
-    PlacementRequest,
     Unwanted,
+    Want,
 )
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import MAX_CRASHES, Crash, Share
@@ -96,7 +96,7 @@ class Flow:
     """Failed attempts that were followed by another, by cause."""
     attempts: Attempts = field(default_factory=Attempts)
     """Attempts under way."""
-    wants: list[PlacementRequest] = field(default_factory=list)
+    wants: list[Want] = field(default_factory=list)
     """Choices that wait for workers."""
     choices: tuple[Choice, ...] = ()
     report: PromptReport = field(init=False)
@@ -131,7 +131,7 @@ class Flow:
         assignments = [assignment for _, assignment in self.attempts.at(address)]
         return [assignment.key for assignment in (*assignments, *offers) if assignment.life.address == address]
 
-    def beside(self, want: PlacementRequest) -> frozenset[WorkerLife]:
+    def beside(self, want: Want) -> frozenset[WorkerLife]:
         """Workers of this request's other suspects, where a want with a suspect should go too. Spread over the pool,
         the suspects would crash one worker each."""
         if not any(choice.suspected for choice in want.choices):
@@ -147,7 +147,7 @@ class Flow:
 
     def go(
         self,
-        want: PlacementRequest,
+        want: Want,
         decode: WorkerLife,
         prefill: WorkerLife | None,
         budget_s: float,
@@ -177,7 +177,7 @@ class Flow:
         hint = f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}" if prefix else ""
         return self._begin(attempt, where + hint, budget_s, prefix)
 
-    def without_offer(self, want: PlacementRequest) -> list[FlowAction]:
+    def without_offer(self, want: Want) -> list[FlowAction]:
         """The worker whose offer stood is gone, or hangs: want new workers for the unfinished choices instead."""
         self.wants.remove(want)
         choices = [choice for choice in want.choices if not choice.ended]
@@ -216,7 +216,7 @@ class Flow:
         assignment."""
         return self._do(attempt, attempt.on_resync(assignment, known=known)) if self.running else []
 
-    def worker_lost(self, address: str, why: str, crash: Crash | None = None) -> list[FlowAction]:
+    def worker_lost(self, address: str, why: str, crash: Crash | None) -> list[FlowAction]:
         """Handle the end of a worker's session, by a crash (`crash`) or otherwise."""
         actions: list[FlowAction] = []
         for attempt, assignment in self.attempts.at(address):
@@ -338,9 +338,9 @@ class Flow:
             return [self._want(choices, self._next_key(request))]
         return [self._want([choice], self._next_key(request, alone=len(choices) == 1)) for choice in choices]
 
-    def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Assignment | None = None) -> PlacementRequest:
+    def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Assignment | None = None) -> Want:
         num_failures = max(choice.num_failures for choice in choices)
-        want = PlacementRequest(
+        want = Want(
             key,
             tuple(choices),
             frozenset(life for choice in choices for life in choice.avoid),
@@ -368,7 +368,7 @@ class Flow:
         attempt.moved.add(choice.index)
         return [] if attempt.unfinished else [abort(attempt.decode), *self._close(attempt)]
 
-    def _let_go(self, want: PlacementRequest) -> list[FlowAction]:
+    def _let_go(self, want: Want) -> list[FlowAction]:
         """Abort a want's offer, which no decode worker will take over."""
         if want.offer is None:
             return []

@@ -13,7 +13,7 @@ from gateway.workers.worker_life import WorkerLife
 
 
 @dataclass(slots=True, eq=False)
-class PlacementRequest:
+class Want:
     """Choices that want workers: call `Flow.go` once these are chosen."""
 
     key: RequestKey
@@ -43,7 +43,7 @@ class PlacementRequest:
 class Unwanted(NamedTuple):
     """Action: the request has ended, and these choices want workers no more."""
 
-    want: PlacementRequest
+    want: Want
 
 
 class AttemptBegan(NamedTuple):
@@ -71,6 +71,4 @@ class Fail:
     message: str
 
 
-FlowAction = (
-    SendToWorker | Deliver | DeliverPrompt | PlacementRequest | Unwanted | AttemptBegan | AssignmentOver | Done | Fail
-)
+FlowAction = SendToWorker | Deliver | DeliverPrompt | Want | Unwanted | AttemptBegan | AssignmentOver | Done | Fail

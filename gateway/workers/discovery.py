@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +18,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from common.contract.messages.session import Role
 from common.runtime.clock import Clock
+from common.runtime.names import HostNames
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 15.0
 """Longest pause before a failing source is asked again."""
+_LONGEST_LOOKUP_S: Final = 15.0
 _SHORTEST_ROUND_S: Final = 1.0
 """Least seconds between two lists of a source whose `changes` ends at once."""
 
@@ -140,17 +141,17 @@ class DnsSource:
 
     def __init__(self, host: str, port: int, period_s: float) -> None:
         """The name is resolved again every `period_s`."""
+        self._names = HostNames(_LONGEST_LOOKUP_S)
         self._host = host
         self._port = port
         self._period_s = period_s
 
     async def list_once(self) -> Collection[Endpoint]:
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self._host, self._port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+            found = await self._names.find_all(self._host)
         except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
-            raise SourceError(f"{self._host} does not resolve: {error}") from error
-        return [Endpoint(address=f"{host}:{self._port}") for host in sorted({address[0] for *_, address in found})]
+            raise SourceError(f"{self._host} does not resolve: {error!r}") from error
+        return [Endpoint(address=f"{host}:{self._port}") for host in sorted(found)]
 
     async def changes(self, tell: Callable[[Collection[Endpoint]], None]) -> None:
         await asyncio.sleep(self._period_s)

@@ -17,7 +17,7 @@ from common.contract.messages.worker import StepTokens, Tokens
 from common.contract.sampling import SamplingParams
 from gateway.serving.attempt import Deliver, SendToWorker
 from gateway.serving.flow import Flow
-from gateway.serving.flow_actions import Done, Fail, FlowAction, PlacementRequest
+from gateway.serving.flow_actions import Done, Fail, FlowAction, Want
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import Crash
 from gateway.workers.worker_life import WorkerLife
@@ -44,7 +44,7 @@ class Gateway:
             )
         )
         self.num_drawn = 0
-        self.waiting: list[PlacementRequest] = []
+        self.waiting: list[Want] = []
         self.lives: dict[str, Incarnation] = {}
         """Workers with an open session."""
         self.num_tokens = len(PROMPT)
@@ -62,7 +62,7 @@ class Gateway:
                     self.world.link(self.me, part.life.address).send_up(message)
                 case Deliver(delta):
                     self.deliver(delta.token_ids)
-                case PlacementRequest():
+                case Want():
                     self.waiting.append(action)
                     self.look_again()
                 case Done() | Fail():
@@ -91,7 +91,7 @@ class Gateway:
             else:
                 self.place(want)
 
-    def place(self, want: PlacementRequest) -> None:
+    def place(self, want: Want) -> None:
         """As `gateway.dispatch.router` and `gateway.dispatch.candidates` would, with no load anywhere."""
         decodes = self.usable(Role.DECODE)
         prefills = [life for life in self.usable(Role.PREFILL) if life not in want.avoid]

@@ -254,7 +254,7 @@ class Process:
 
     def next_in_the_engine(self, job: Job) -> Job:
         jobs = {each.work.key: each for each in self.jobs.values()}
-        for key in [key for key in self.trials.suspects() if key not in jobs or self.cleared(jobs[key])]:
+        for key in [key for key in self.trials._suspects if key not in jobs or self.cleared(jobs[key])]:
             self.trials.discard(key)
         chosen = self.trials.choose([key for key, each in jobs.items() if self.computes(each)], self.world.time.now)
         self.feed.publish()

@@ -176,7 +176,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if before is not None and not before.lent:
             return
         if before is not None:  # a faulty sink has named a prefix after this request
-            self.check(self.table.withdraw(request, Cause.SUPERSEDED, "the name is a request's", now=self.now))
+            self.check(self.table.withdraw(request, Cause.SUPERSEDED, "the name is a request's"))
         blocks = self.fresh(num)
         key = RequestKey(request, attempt)
         self.expected.pop(request, None)
@@ -257,7 +257,7 @@ class LeaseMachine(RuleBasedStateMachine):
             kept.discard((held.sink, held.key))
         if held is None:
             self.ended[request] = max(self.ended[request], over)
-        self.check(self.table.withdraw(request, cause, "aborted", now=self.now))
+        self.check(self.table.withdraw(request, cause, "aborted"))
         assert request not in self.held
         assert {each for each in self.waiting if each[1].request == request} == kept
 

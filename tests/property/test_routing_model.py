@@ -231,10 +231,10 @@ class RoutingMachine(RuleBasedStateMachine):
         lives.append(WorkerLife(DECODE[0], Incarnation("over")))
         return frozenset(data.draw(st.lists(st.sampled_from(lives), max_size=4)))
 
-    @rule(data=st.data(), ask=asks, fits=st.sampled_from((None, None, OLD, NEW)), admitted=st.booleans())
-    def choose(self, data: st.DataObject, ask: Ask, fits: Fingerprint | None, admitted: bool) -> None:
+    @rule(data=st.data(), ask=asks, fingerprint=st.sampled_from((None, None, OLD, NEW)), admitted=st.booleans())
+    def choose(self, data: st.DataObject, ask: Ask, fingerprint: Fingerprint | None, admitted: bool) -> None:
         ask = ask._replace(now=self.now)
-        caution = Caution(fits=fits, admitted=admitted)
+        caution = Caution(fingerprint=fingerprint, admitted=admitted)
         if data.draw(st.booleans()):
             avoid, beside, too_small = (self.some_lives(data) for _ in range(3))
             caution = caution._replace(avoid=avoid, beside=beside, too_small=too_small)

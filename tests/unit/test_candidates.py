@@ -16,7 +16,7 @@ from common.contract.tiers import Tier
 from gateway.dispatch.candidates import Candidates, Rebind
 from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
 from gateway.serving.choice import Choice
-from gateway.serving.flow_actions import PlacementRequest
+from gateway.serving.flow_actions import Want
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
 
@@ -49,7 +49,7 @@ class Pool:
         offer: bool = False,
         admitted: bool = True,
         most_tokens: int = 0,
-    ) -> PlacementRequest:
+    ) -> Want:
         run = Run()
         run.lose(D)
         return replace(

@@ -328,8 +328,8 @@ async def test_a_closed_link_leaves_no_socket_behind(net: Net) -> None:
     client = await net.client(worker.address).opened()
     client._linking.cancel()
     await asyncio.wait([client._linking])
-    assert client.link._socket.closed
-    assert client.link._monitor.closed
+    assert client.link._connection._socket.closed
+    assert client.link._connection._monitor.closed
 
 
 # --- a process that stands still itself ---------------------------------------------------------------------------

@@ -421,7 +421,7 @@ async def test_a_stream_that_is_read_too_slowly_ends_soon_after_its_budget(finis
     """Its client reads enough not to stall, while its generations go on or only the end of the answer waits."""
     generator = _talkative()
     bounds = ConnectionBounds(stall_timeout_s=60)
-    async with serve(generator, settings(default_budget_s=200), bounds=bounds, send_buffer_bytes=4096) as server:
+    async with serve(generator, settings(request_budget_s=200), bounds=bounds, send_buffer_bytes=4096) as server:
         body = json.dumps(LARGE | {"prompt": ["hello"] * (8 if finished else 64), "stream": True}).encode()
         with _small_client(server) as client, Time() as time:
             loop = asyncio.get_running_loop()
@@ -443,7 +443,7 @@ async def test_a_stream_that_is_read_too_slowly_ends_soon_after_its_budget(finis
 
 
 async def test_a_stream_that_has_ended_is_not_cut_off_later() -> None:
-    async with serve(ScriptedGenerator(), settings(default_budget_s=1), bounds=ConnectionBounds()) as server:
+    async with serve(ScriptedGenerator(), settings(request_budget_s=1), bounds=ConnectionBounds()) as server:
         with Time() as time:
             reader, writer = await _open(server)
             body = json.dumps(COMPLETION | {"stream": True}).encode()

@@ -14,7 +14,7 @@ from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Decode
 from common.contract.messages.handoff import AttachPrefix, AttachSequence
-from common.contract.messages.worker import Failed
+from common.contract.messages.worker import Failed, TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Chosen, InvalidLogitsError
 from common.scheduling.costs import Costs
@@ -70,7 +70,7 @@ class Driven:
         work = compute.work
         self.now += took_s
         outcomes = self.engine.execute(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
-        self.handle(StepEnded(work, self.engine.decoded, outcomes, (), (), 0.01))
+        self.handle(StepEnded(work, self.engine.decoded, outcomes, [TokenScores() for _ in outcomes], (), 0.01))
 
 
 def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
@@ -109,7 +109,7 @@ def test_kv_after_which_logits_are_no_numbers_is_not_found_again(decoding: bool)
     bad = InvalidLogitsError("NaN")
     chosen = Chosen([0, 99], {0: bad}) if decoding else None
     outcomes = [(bad,) for _ in work.slices]
-    sent = driven.handle(StepEnded(work, chosen, outcomes, (), (), 0.01))
+    sent = driven.handle(StepEnded(work, chosen, outcomes, [TokenScores() for _ in outcomes], (), 0.01))
     assert [each.message.cause for each in sent if isinstance(each, Send) and isinstance(each.message, Failed)] == [
         Cause.INTERNAL
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 from kubernetes_api import DECODE, NAMESPACE, PREFILL, FakeApi, Pod, running_api
 from prometheus_client import CollectorRegistry
 from waiting import StandingClock
@@ -501,13 +503,13 @@ async def test_a_watch_that_is_cancelled_is_not_a_source_that_fails() -> None:
 async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts: list[str] | None = ["10.0.0.2", "10.0.0.1", "10.0.0.1"]
 
-    async def resolve(host: str, port: int, **_: Any) -> list[Any]:
-        assert (host, port) == ("workers.models", 7000)
+    def resolve(host: str, port: None, *_: int) -> list[Any]:
+        assert host == "workers.models"
         if hosts is None:
             raise socket.gaierror("no such name")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in hosts]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in hosts]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     source = DnsSource("workers.models", 7000, 0.01)
     addresses = [each.address for each in await source.list_once()]
     assert addresses == ["10.0.0.1:7000", "10.0.0.2:7000"]
@@ -522,6 +524,27 @@ async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPat
     await told.decode(Endpoint(address="10.0.0.3:7000"))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def test_an_exit_waits_for_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup of the event loop cannot be cancelled, and the end of the loop would wait for it."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def resolve(*_: object) -> list[Any]:
+        asked.set()
+        answer.wait(WAIT_S)
+        raise socket.gaierror("nobody has answered")
+
+    async def look_up() -> None:
+        task = asyncio.create_task(DnsSource("workers.models", 7000, 1.0).list_once())
+        assert await asyncio.to_thread(asked.wait, WAIT_S)
+        task.cancel()
+        await asyncio.wait([task])
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    uvloop.run(look_up())
+    assert not answer.is_set()
+    answer.set()
 
 
 async def test_a_name_that_does_not_exist() -> None:

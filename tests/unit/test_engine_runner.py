@@ -388,7 +388,7 @@ async def test_a_step_may_only_move_blocks(engine: Engine) -> None:
     moves = engine.submit([], copies=[(2, 5)], swap_outs=[(5, 1)], swap_ins=[(1, 7)])
     assert await engine.outcomes(moves) == []
     assert bool((cache.blocks[[2, 5, 7]] == 1.0).all())
-    assert await engine.step([]) == []
+    assert await engine.outcomes(engine.submit([])) == []
     assert engine.num_steps == 2
 
 
@@ -398,7 +398,8 @@ async def test_a_step_is_timed_on_its_thread(engine: Engine) -> None:
     gate = threading.Event()
     blocking = engine.call(gate.wait)
     await asyncio.sleep(0)
-    waiting = asyncio.create_task(engine.step([Slice(token_ids=PROMPT, start=0, block_table=[3, 1, 2])]))
+    step = engine.submit([Slice(token_ids=PROMPT, start=0, block_table=[3, 1, 2])])
+    waiting = asyncio.create_task(engine.outcomes(step))
     await asyncio.sleep(0.2)
     opened = time.perf_counter()
     gate.set()

@@ -46,7 +46,7 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Deliver
 from gateway.serving.flow import FlowState
-from gateway.serving.flow_actions import Done, Fail, PlacementRequest
+from gateway.serving.flow_actions import Done, Fail, Want
 from gateway.serving.generation import Delta
 
 
@@ -351,7 +351,7 @@ def test_every_end_in_every_state_aborts_both_once(run: Run, state: str, address
 def test_a_lost_decode_worker_ends_the_attempt_in_every_state(run: Run, state: str) -> None:
     for sender, message in STATES[state]:
         run.on(sender, message)
-    assert isinstance(run.lose(D, "restarted")[-1], PlacementRequest)
+    assert isinstance(run.lose(D, "restarted")[-1], Want)
     assert run.flow.attempts == []
     assert "decode" in run.flow.story[-1]
     assert "restarted" in run.flow.story[-1]
@@ -364,7 +364,7 @@ def test_a_lost_prefill_worker_matters_only_until_its_first_tokens(run: Run, sta
         run.on(sender, message)
     seen = run.lose(P)
     if state == "nothing heard":
-        assert isinstance(seen[-1], PlacementRequest)
+        assert isinstance(seen[-1], Want)
         assert run.flow.failures == {Cause.WORKER_LOST: 1}
     else:
         assert seen == []
@@ -416,7 +416,7 @@ def test_a_lost_resend_is_asked_for_again_after_a_resync(run: Run) -> None:
 def test_a_decode_worker_that_does_not_know_the_request_has_lost_it(run: Run, state: str) -> None:
     for sender, message in STATES[state]:
         run.on(sender, message)
-    assert isinstance(run.resync(D, known=False)[-1], PlacementRequest)
+    assert isinstance(run.resync(D, known=False)[-1], Want)
     assert run.flow.failures == {Cause.WORKER_LOST: 1}
     assert run.want.avoid == frozenset(), "messages were lost, the worker is well"
 

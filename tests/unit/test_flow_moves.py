@@ -32,7 +32,7 @@ from common.contract.ids import RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, Resend, Suspicion
 from gateway.serving.flow import FlowState
-from gateway.serving.flow_actions import PlacementRequest
+from gateway.serving.flow_actions import Want
 
 ABORT_2 = Abort(request=REQUEST, attempt=2)
 ACK_2 = Ack(request=REQUEST, attempt=2)
@@ -289,7 +289,7 @@ def test_a_cut_that_comes_after_the_failure_of_the_new_one_begins_a_new_attempt(
     run.on(D, tokens(START + 2, 3), attempt=run.attempts[0])
     aborted, want = run.on(D, message, attempt=run.attempts[0])
     assert aborted == Sent(D, ABORT)
-    assert isinstance(want, PlacementRequest)
+    assert isinstance(want, Want)
     assert want.num_tokens == START + 3
     run.go(D3, P)
     run.on(D3, tokens(START + 3, 4, end="stop"))
@@ -302,7 +302,7 @@ def test_a_cut_for_nobody_of_one_choice_leaves_the_others() -> None:
     run.move(D2, 0)
     run.lose(D2)
     (want,) = run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0])
-    assert isinstance(want, PlacementRequest)
+    assert isinstance(want, Want)
     run.go(D3, P)
     assert run.sent(Decode)[-1][1].request not in (REQUEST, "r2"), "a request of its own"
     assert run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0]) == [], "it is said once"

@@ -29,7 +29,7 @@ def told(folder: Path, *options: str) -> ApiSettings:
 def test_what_an_operator_gets_by_default_punishes_nobody(folder: Path) -> None:
     """A day for an answer, and a closed loop of a thousand clients in flight."""
     limits = told(folder).limits
-    assert limits.default_budget_s == 86400
+    assert limits.request_budget_s == 86400
     assert limits.max_in_flight >= 1024
     settings = load(GatewaySettings, "baton gateway", ["--model", str(folder)])
     assert (settings.standard_limit_s, settings.batch_limit_s, settings.silence_s) == (0, 0, 1800)

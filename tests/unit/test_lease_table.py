@@ -306,7 +306,7 @@ def test_nothing_is_valid_before_the_offer_is_complete(table: LeaseTable) -> Non
 
 def test_nothing_is_valid_under_a_later_lease_on_the_same_request(table: LeaseTable) -> None:
     offer = completed(table)
-    table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.0)
+    table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived")
     later = completed(table, attempt=2)
     assert later.epoch > offer.epoch
     assert later.lease != offer.lease
@@ -476,7 +476,7 @@ def test_a_sink_reads_until_it_says_that_it_does_not(table: LeaseTable, end: str
     """Whatever becomes of the lease: a read under way needs this worker's progress to come to its end."""
     opened(table)
     if end == "withdrawn":
-        table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)
+        table.withdraw(R1, Cause.CANCELLED, "aborted")
     elif end == "superseded":
         table.attach(attach(), D2, 1.0)
         table.detach(Detach(request=R1, attempt=1), D2, 1.0)
@@ -517,7 +517,7 @@ def test_parked_attaches_are_bounded_and_the_oldest_is_told(table: LeaseTable, m
 def test_a_withdrawal_reaches_a_parked_sink(table: LeaseTable) -> None:
     table.attach(attach(), D1, 0.0)
     table.parked.expect(key(), 600.0)
-    assert withdrawals(table.withdraw(R1, Cause.TOO_LARGE, "no", now=1.0)) == [(D1, 1, Cause.TOO_LARGE)]
+    assert withdrawals(table.withdraw(R1, Cause.TOO_LARGE, "no")) == [(D1, 1, Cause.TOO_LARGE)]
     assert len(table.parked) == 0
 
 
@@ -574,7 +574,7 @@ def test_a_sink_waits_as_long_as_the_request_that_waits_for_its_blocks(table: Le
 def test_a_sink_does_not_wait_for_a_request_that_is_given_up(table: LeaseTable) -> None:
     table.parked.expect(key(), 600.0)
     table.attach(attach(), D1, 0.0)
-    assert withdrawals(table.withdraw(R1, Cause.DEADLINE, "too late", now=1.0)) == [(D1, 1, Cause.DEADLINE)]
+    assert withdrawals(table.withdraw(R1, Cause.DEADLINE, "too late")) == [(D1, 1, Cause.DEADLINE)]
     assert withdrawals(table.attach(attach(), D1, 2.0)) == [(D1, 1, Cause.LEASE_LOST)]
     assert (len(table.parked), next_expiry(table)) == (0, math.inf)
 
@@ -583,7 +583,7 @@ def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) ->
     """Attempt 2 sends Prefill to the source that still has attempt 1, and the sink's attach overtakes that Prefill."""
     opened(table, attempt=1)
     assert table.attach(attach(2), D2, 1.0) == [], "it is not offered what an older Prefill computes"
-    ended = table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.5)
+    ended = table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived")
     assert withdrawals(ended) == [(D1, 1, Cause.SUPERSEDED)], "the newest attempt is superseded by itself"
     assert unpinned(ended) == [BLOCKS]
     assert next_expiry(table) == 1.0 + TTL_S
@@ -592,7 +592,7 @@ def test_a_newer_attempt_outlives_the_end_of_the_older_one(table: LeaseTable) ->
 
 def test_a_parked_attach_waits_for_the_prefill_that_supersedes_nothing(table: LeaseTable) -> None:
     table.attach(attach(2), D2, 0.0)
-    assert table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=1.0) == []
+    assert table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived") == []
     assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
 
 
@@ -618,7 +618,7 @@ def test_an_offer_that_has_ended_is_refused_at_once(table: LeaseTable, end: str,
         assert verdict(table.settle(settle(completed(table)), D1))
     elif end == "withdrawn":
         opened(table)
-        table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)
+        table.withdraw(R1, Cause.CANCELLED, "aborted")
     elif end == "expired":
         completed(table, sink=None)
         table.expire(TTL_S)
@@ -632,14 +632,14 @@ def test_an_offer_that_has_ended_is_refused_at_once(table: LeaseTable, end: str,
 def test_a_wait_that_was_given_up_is_refused_at_once(table: LeaseTable) -> None:
     """The request had no blocks yet when it was aborted: there never was a lease."""
     table.parked.expect(key(), 600.0)
-    assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted") == []
     assert withdrawals(table.attach(attach(), D1, 2.0)) == [(D1, 1, Cause.LEASE_LOST)]
 
 
 def test_a_withdrawal_of_nothing_refuses_nobody(table: LeaseTable) -> None:
     """An Abort for a request that has not come yet must not refuse the sink of the Prefill that comes after it."""
     table.attach(attach(), D1, 0.0)
-    assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted") == []
     assert told(table.open(key(), BLOCKS, 600.0, 2.0)) == [(D1, BlocksReady)]
 
 
@@ -662,14 +662,14 @@ def test_an_attach_for_a_newer_prefill_waits_while_the_older_offer_stands(table:
 def test_an_abort_of_the_older_attempt_does_not_refuse_who_waits_for_the_newer(table: LeaseTable) -> None:
     table.parked.expect(key(1), 600.0)
     table.attach(attach(2), D2, 0.0)
-    assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted") == []
     assert told(table.open(key(2), BLOCKS, 600.0, 2.0)) == [(D2, BlocksReady)]
 
 
 def test_an_abort_of_the_attempt_that_is_waited_for_refuses(table: LeaseTable) -> None:
     table.attach(attach(2), D2, 0.0)
     table.parked.expect(key(2), 600.0)
-    assert withdrawals(table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)) == [(D2, 2, Cause.CANCELLED)]
+    assert withdrawals(table.withdraw(R1, Cause.CANCELLED, "aborted")) == [(D2, 2, Cause.CANCELLED)]
 
 
 def test_a_sink_that_wants_an_offer_older_than_the_one_that_stands_is_turned_away(table: LeaseTable) -> None:
@@ -683,7 +683,7 @@ def test_who_waits_for_an_offer_is_not_given_an_older_one(table: LeaseTable) -> 
     table.attach(attach(2), D2, 0.0)
     assert table.open(key(1), BLOCKS, 600.0, 1.0) == []
     assert len(table.parked) == 1
-    table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived", now=2.0)
+    table.withdraw(R1, Cause.SUPERSEDED, "a newer attempt arrived")
     assert told(table.open(key(2), BLOCKS, 600.0, 3.0)) == [(D2, BlocksReady)]
 
 
@@ -692,7 +692,7 @@ def test_ended_offers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPa
     table = LeaseTable(unattached_ttl_s=TTL_S)
     for name in ("p0", "p1", "p2"):
         table.open(key(request=RequestId(name)), BLOCKS, 600.0, 0.0)
-        table.withdraw(RequestId(name), Cause.CANCELLED, "aborted", now=0.0)
+        table.withdraw(RequestId(name), Cause.CANCELLED, "aborted")
     assert [len(table.attach(attach(request=RequestId(f"p{number}")), D1, 0.0)) for number in range(3)] == [0, 1, 1]
 
 
@@ -700,7 +700,7 @@ def test_the_end_tells_whether_a_sink_has_the_blocks(table: LeaseTable) -> None:
     [end] = [each for each in table.settle(settle(completed(table)), D1) if isinstance(each, Unpinned)]
     assert end == Unpinned(key(), BLOCKS, settled=True)
     ends: list[Callable[[], list[LeaseAction]]] = [
-        lambda: table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0),
+        lambda: table.withdraw(R1, Cause.CANCELLED, "aborted"),
         lambda: table.expire(1e9),
         lambda: table.complete(R1, [first_token("stop")]),
     ]
@@ -728,7 +728,7 @@ def test_a_sequence_is_offered_as_it_was_asked_for(table: LeaseTable) -> None:
 def test_a_sequence_that_was_not_cut_is_refused_to_who_waits(table: LeaseTable) -> None:
     table.parked.expect(key(2), 600.0)
     table.attach(AttachSequence(request=R1, attempt=2, sequence=key(1), choice=0, position=8), D1, 0.0)
-    assert withdrawals(table.withdraw(R1, Cause.LEASE_LOST, "ended", now=1.0)) == [(D1, 2, Cause.LEASE_LOST)]
+    assert withdrawals(table.withdraw(R1, Cause.LEASE_LOST, "ended")) == [(D1, 2, Cause.LEASE_LOST)]
     assert not table.parked.awaits(key(2))
 
 
@@ -737,17 +737,17 @@ def test_a_sequence_that_was_not_cut_is_refused_to_who_waits(table: LeaseTable) 
 
 def test_a_withdrawal_tells_the_sink_and_unpins(table: LeaseTable) -> None:
     offer = completed(table)
-    actions = table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)
+    actions = table.withdraw(R1, Cause.CANCELLED, "aborted")
     assert withdrawals(actions) == [(D1, 1, Cause.CANCELLED)]
     assert unpinned(actions) == [BLOCKS]
     assert not verdict(table.settle(settle(offer), D1))
-    assert table.withdraw(R1, Cause.CANCELLED, "aborted again", now=1.0) == []
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted again") == []
 
 
 def test_a_withdrawal_after_a_valid_settle_is_inert(table: LeaseTable) -> None:
     offer = completed(table)
     table.settle(settle(offer), D1)
-    assert table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0) == []
+    assert table.withdraw(R1, Cause.CANCELLED, "aborted") == []
     assert verdict(table.settle(settle(offer), D1)), "what was valid stays valid: the answer may have been lost"
 
 
@@ -937,7 +937,7 @@ def test_a_lent_prefix_is_not_reclaimed(table: LeaseTable) -> None:
 
 def test_a_lent_prefix_can_be_withdrawn(table: LeaseTable) -> None:
     lent(table)
-    actions = table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)
+    actions = table.withdraw(R1, Cause.CANCELLED, "aborted")
     assert withdrawals(actions) == [(D1, 1, Cause.CANCELLED)]
     assert returned(actions) == [BLOCKS]
 
@@ -965,7 +965,7 @@ def test_nobody_waits_for_a_request_that_has_ended_while_a_prefix_was_lent_under
     table.parked.expect(key(), 600.0)
     lent(table)
     table.check_invariants()
-    assert returned(table.withdraw(R1, Cause.CANCELLED, "aborted", now=1.0)) == [BLOCKS]
+    assert returned(table.withdraw(R1, Cause.CANCELLED, "aborted")) == [BLOCKS]
     assert withdrawals(table.attach(attach(), D2, 2.0)) == [(D2, 1, Cause.LEASE_LOST)]
     assert len(table.parked) == 0
 

@@ -767,7 +767,7 @@ async def test_the_transport_is_used_on_one_thread_and_callbacks_come_on_the_loo
     await watched.mover.close()
     assert len(watched.transport.threads) == 1
     assert threading.get_ident() not in watched.transport.threads
-    assert (watched.mover.num_reads_done, watched.mover.num_reads_failed) == (1, 1)
+    assert watched.mover.num_reads_failed == 1
     assert (watched.mover.num_blocks_read, watched.mover.num_open_reads) == (1, 0)
     assert not watched.fatal
 

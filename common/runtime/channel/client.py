@@ -9,11 +9,9 @@ from enum import StrEnum
 from functools import partial
 from typing import Protocol
 
-import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
-from common.contract.codec import MAX_FRAME_BYTES, decode, encode
+from common.contract.codec import decode, encode
 from common.contract.errors import ProtocolError
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
@@ -26,6 +24,7 @@ from common.contract.messages.session import (
     HelloRequired,
     Welcome,
 )
+from common.runtime.channel.connection import Connection
 from common.runtime.channel.ends import (
     BACKPRESSURE_RETRY_S,
     GOODBYE,
@@ -34,13 +33,12 @@ from common.runtime.channel.ends import (
     Traffic,
     after_reconnect_time,
     rest,
-    result,
     sleep,
     turns,
 )
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.names import Names, is_address
+from common.runtime.names import HostNames
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +51,6 @@ then forward their messages together."""
 _DEAF_SHARE = 0.7
 """Share of the timeout after which missing echoes count as a link broken towards the worker. Below 1, so that the
 client notices before the worker ends the session."""
-_LOOK_UP_PAUSE_S = 1.0
-"""Pause before the name of a worker to which there is no connection is looked up again."""
 
 _OWN_MESSAGES = frozenset({Welcome, HelloRefused, HelloRequired, Goodbye, Heartbeat})
 """Messages that are the link's, all or in part."""
@@ -113,7 +109,7 @@ class ControlClient:
         keys: CurveKeys | None = None,
         *,
         endpoint: str | None = None,
-        names: Names | None = None,
+        names: HostNames | None = None,
     ) -> None:
         """If `address` has a name, either the caller has resolved it, and `endpoint` is the result, or `names` looks it
         up whenever there is no connection, since another host may have got the name."""
@@ -146,24 +142,7 @@ class ControlClient:
         """Messages that the worker has received, according to its last heartbeat."""
         self._hellos = 0
         self._hello_wait_s = _HELLO_RETRY_S / 2
-        self._socket = context.socket(zmq.DEALER)
-        if keys is not None:
-            keys.client(self._socket)
-        self._socket.setsockopt(zmq.IDENTITY, me.encode())
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * min(pulse.timeout_s, 600)))
-        self._unconnected = asyncio.Event()
-        """Set while there is no connection, as far as ZeroMQ knows."""
-        self._unconnected.set()
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        self._names = names
-        self._endpoint: str | None = None
-        """What to connect to; None until it is known."""
-        if endpoint is not None or is_address(address.rpartition(":")[0]):
-            self._connect(endpoint or address)
+        self._connection = Connection(context, address, me, pulse, keys, endpoint, names)
 
     async def run(self) -> None:
         """Serve until cancelled; closes the socket."""
@@ -171,14 +150,10 @@ class ControlClient:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive())
                 tasks.create_task(self._watch())
-                tasks.create_task(self._watch_connection())
-                if self._endpoint is None:
-                    tasks.create_task(self._follow_name())
+                tasks.create_task(self._connection.watch(self._on_broken))
         finally:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
             self.retire()
-            self._socket.close(linger=100)
+            self._connection.close()
 
     def retire(self) -> None:
         """Say Goodbye in an open session; send and accept nothing any more.
@@ -187,7 +162,7 @@ class ControlClient:
         another worker may be at this address, or another link to it may exist.
         """
         if self.state is LinkState.OPEN:
-            self._try_send(encode(self._me, [Goodbye()]))
+            self._connection.send(encode(self._me, [Goodbye()]))
         self.state = LinkState.CLOSED
         self._resyncing = False
 
@@ -224,6 +199,8 @@ class ControlClient:
             elif self.state is LinkState.REFUSED:
                 stall_s = await sleep(self._pulse.timeout_s, self._pulse)
                 if self.state is LinkState.REFUSED:  # a session may have opened meanwhile
+                    if self._clock() - self._heard_at - stall_s > 1.5 * self._pulse.timeout_s:
+                        self._renew_connection()  # the last Hello was not answered
                     self._greet()
             else:  # an idle link wakes its process only for heartbeats
                 left_s = self._heard_at + self._pulse.timeout_s - self._clock()
@@ -241,47 +218,14 @@ class ControlClient:
                 self._handler.on_lost(self, f"no answer for {silent_s:.1f} s", crashed=False)
                 self._renew_connection()
 
-    async def _watch_connection(self) -> None:
+    def _on_broken(self) -> None:
         """On a broken connection, send a Hello at once: it shows the end of a process much sooner than silence does."""
-        while True:
-            told = await recv_monitor_message(self._monitor)
-            if told["event"] == zmq.EVENT_CONNECTED:
-                self._unconnected.clear()
-                continue
-            self._unconnected.set()
-            if self.state is LinkState.OPEN and not self._disconnected:
-                self._disconnected = self._resyncing = True
-                self._breaks += 1
-                self._hello_wait_s = _HELLO_RETRY_S / 2
-                self._greets.set()
-                after_reconnect_time(self._pulse, partial(self._judge_connection, self._breaks))
-
-    async def _follow_name(self) -> None:
-        """Connect to the address that the worker's name has now, whenever there is no connection."""
-        assert self._names is not None
-        host, _, port = self.address.rpartition(":")
-        before = ""
-        while True:
-            await self._unconnected.wait()
-            why = ""
-            try:
-                self._connect(f"{await self._names.find(host)}:{port}")
-            except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
-                why = repr(error)
-                if why != before:
-                    log.warning("%s does not resolve: %s", host, why)
-            before = why
-            await asyncio.sleep(_LOOK_UP_PAUSE_S)
-
-    def _connect(self, endpoint: str) -> None:
-        """Connect to `host:port`, and no longer to another one."""
-        before, self._endpoint = self._endpoint, f"tcp://{endpoint}"
-        if before == self._endpoint:
-            return
-        if before is not None:
-            log.info("%s is at %s now", self.address, endpoint)
-            self._socket.disconnect(before)
-        self._socket.connect(self._endpoint)
+        if self.state is LinkState.OPEN and not self._disconnected:
+            self._disconnected = self._resyncing = True
+            self._breaks += 1
+            self._hello_wait_s = _HELLO_RETRY_S / 2
+            self._greets.set()
+            after_reconnect_time(self._pulse, partial(self._judge_connection, self._breaks))
 
     @property
     def broken(self) -> bool:
@@ -296,13 +240,13 @@ class ControlClient:
         """Send a Hello, unless too many wait for a connection."""
         self._hellos += 1
         hello = replace(self._handler.hello(self), number=self._hellos)
-        if self._try_send(encode(self._me, [hello])):
+        if self._connection.send(encode(self._me, [hello])):
             self._sent = 0
 
     async def _receive(self) -> None:
         while True:
             for _ in range(_FRAMES_AT_ONCE):
-                frame = await self._socket.recv()
+                frame = await self._connection.receive()
                 await self._take(frame)
                 if len(frame) > TURN_BYTES:
                     break
@@ -352,7 +296,7 @@ class ControlClient:
             if message.sent != self._received:
                 self._resync(sender)
                 return
-            self._try_send(encode(self._me, [HeartbeatEcho(number=message.number, sent=self._sent)]))
+            self._connection.send(encode(self._me, [HeartbeatEcho(number=message.number, sent=self._sent)]))
             self._unheard = self._unheard or (message.number, self._clock())
             self._handler.on_message(self, message)
 
@@ -364,6 +308,7 @@ class ControlClient:
             self._lose("restarted", crashed=True)
             return  # the handler may have closed this link; if not, the next Hello opens the next session
         self.state = LinkState.OPEN
+        self._connection.needed = True
         self.worker, self.welcome = sender, welcome
         self._received = 0
         self._unheard = None
@@ -393,7 +338,7 @@ class ControlClient:
     @property
     def _is_behind(self) -> bool:
         """Whether more frames wait unread: this heartbeat may then be old, and a later one may confirm the echoes."""
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        return self._connection.has_frames
 
     def _resync(self, sender: Incarnation | None) -> None:
         if sender != self.worker:
@@ -404,14 +349,9 @@ class ControlClient:
             self._greets.set()
 
     def _renew_connection(self) -> None:
-        """Connect again, unless that is being tried, or the link is closed. On a connection whose packets were lost for
-        some time TCP tries again only after as long a time once more, and what waits for it, such as Hellos, is out of
-        date."""
-        if self.state is LinkState.CLOSED or self._unconnected.is_set() or self._endpoint is None:
-            return
-        self._unconnected.set()
-        self._socket.disconnect(self._endpoint)
-        self._socket.connect(self._endpoint)
+        """Connect anew, unless the link is closed."""
+        if self.state is not LinkState.CLOSED:
+            self._connection.renew()
 
     def _lose(self, why: str, *, crashed: bool = False) -> None:
         self.traffic.sessions_lost += 1
@@ -419,6 +359,7 @@ class ControlClient:
 
     def _end(self, why: str, *, crashed: bool = False) -> None:
         self.state = LinkState.GREETING
+        self._connection.needed = False
         self._greets.set()
         self._heard_at = self._clock()
         self._outbox = Outbox(self._me)
@@ -435,7 +376,7 @@ class ControlClient:
             except ProtocolError as error:
                 self._lose(f"a message that cannot travel: {error}")
                 return
-            if self._try_send(frame):
+            if self._connection.send(frame):
                 self._sent += self._outbox.left()
                 if self._outbox:
                     self._flush_soon()
@@ -444,11 +385,3 @@ class ControlClient:
             asyncio.get_running_loop().call_later(BACKPRESSURE_RETRY_S, self._flush)
         if self._outbox.overfull:
             self._lose(f"{len(self._outbox)} messages unread")
-
-    def _try_send(self, frame: bytes) -> bool:
-        """Hand a frame to ZeroMQ, which keeps it until there is a connection; False at the high-water mark."""
-        try:
-            result(self._socket.send(frame, flags=zmq.NOBLOCK))
-        except zmq.Again:
-            return False
-        return True

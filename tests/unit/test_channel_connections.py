@@ -1,0 +1,107 @@
+"""The connections of a link: when it connects anew, and that nothing waits in the old ones."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq
+from channel_bench import WAIT_S, Net
+
+from common.contract.errors import Cause
+from common.contract.messages.session import Hello, HelloRefused
+from common.runtime.channel import LinkState, connection
+from common.runtime.channel import client as client_end
+from common.runtime.clock import Pulse, monotonic
+from common.runtime.curve import CurveKeys
+from common.runtime.names import HostNames
+
+BRISK = Pulse(interval_s=0.03, timeout_s=0.4)
+
+
+@pytest.fixture
+async def net(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Net]:
+    monkeypatch.setattr(client_end, "_HELLO_RETRY_S", 0.05)
+    monkeypatch.setattr(client_end, "_HELLO_RETRY_MAX_S", 0.1)
+    net = Net()
+    yield net
+    await net.close()
+
+
+async def test_a_worker_that_gets_keys_later_is_found(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    """After a handshake that failed, ZeroMQ connects no more."""
+    keys = CurveKeys(*zmq.curve_keypair())
+    before = net.worker()
+    client = net.client(before.address, BRISK, clock=monotonic, keys=keys)
+
+    def told() -> list[str]:
+        return [each.message for each in caplog.records if "--curve-keys" in each.message]
+
+    async with asyncio.timeout(WAIT_S):
+        while client.num_lost < 3:
+            await asyncio.sleep(0.01)
+    assert len(told()) == 1, "once, not at each handshake"
+    assert before.address in told()[0]
+    await before.stop()
+    after = net.worker(port=before.port, keys=keys)
+    await client.opened()
+    assert client.workers == [after.me]
+
+
+async def test_a_worker_that_refuses_and_falls_silent_is_connected_to_anew(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host may be gone, and TCP would not tell for a quarter of an hour. Its name may be another host's by then."""
+    monkeypatch.setattr(connection, "_LOOK_UP_PAUSE_S", 0.01)
+    raw = net.raw_worker()
+    port = int(raw.address.rpartition(":")[2])
+    host = "127.0.0.1"
+
+    def getaddrinfo(*_: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    names = HostNames(WAIT_S)
+    client = net.client(f"decode-0.test:{port}", BRISK, clock=monotonic, names=names)
+    while client.link.state is not LinkState.REFUSED:
+        peer, _ = await raw.expect(Hello)
+        await raw.send(peer, HelloRefused(cause=Cause.CAPACITY, message="full"))
+        await asyncio.sleep(0.02)
+    successor = net.worker(port=port, host="127.0.0.2")
+    host = "127.0.0.2"
+    await client.opened()
+    assert client.workers == [successor.me]
+    names.close()
+
+
+async def test_a_worker_that_goes_on_refusing_keeps_its_connection(net: Net) -> None:
+    raw = net.raw_worker()
+    monitor = raw._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
+    net.client(raw.address, BRISK, clock=monotonic)
+    for _ in range(8):
+        peer, _ = await raw.expect(Hello)
+        await raw.send(peer, HelloRefused(cause=Cause.CAPACITY, message="full"))
+    num_accepted = 0
+    while await monitor.poll(0):
+        await monitor.recv_multipart()
+        num_accepted += 1
+    raw._socket.disable_monitor()
+    assert num_accepted == 1
+
+
+async def test_hellos_do_not_wait_for_a_connection_that_cannot_be_made(net: Net) -> None:
+    """The worker would answer every one of them, with all that it has cached."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))  # does not listen
+        port = taken.getsockname()[1]
+    client = net.client(f"127.0.0.1:{port}", BRISK, clock=monotonic)
+    async with asyncio.timeout(WAIT_S):
+        while client.link._hellos < 40:
+            await asyncio.sleep(0.01)
+    worker = net.worker(port=port)
+    await client.opened()
+    first = worker.hellos[0].number
+    assert first > 20, f"{first} was sent long ago"
