@@ -32,6 +32,7 @@ from common.runtime.lifecycle import (
     run,
 )
 from common.runtime.logs import configure_logging
+from common.runtime.resolver import Resolver
 from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener, allow_descriptors
 from gateway.access.hosts import called_by
@@ -46,7 +47,7 @@ from gateway.operators.admin import create_admin_app
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
 from gateway.web.ending import GOODBYE_S
 from gateway.web.tls import ServerTls
-from gateway.workers.discovery import Discovery, DnsSource, WorkerSource
+from gateway.workers.discovery import LONGEST_LOOKUP_S, Discovery, DnsSource, WorkerSource
 from gateway.workers.registry import Registry
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
     period_s = settings.discovery_period_s
     if settings.discovery != "kubernetes":
         places = {role: service.rpartition(":") for role, service in named.items()}
-        return {role: DnsSource(host, int(port), period_s) for role, (host, _, port) in places.items()}
+        resolver = Resolver(LONGEST_LOOKUP_S)
+        return {role: DnsSource(host, int(port), period_s, resolver) for role, (host, _, port) in places.items()}
     try:
         from gateway.workers.endpoint_slices import EndpointSliceSource, open_api
     except ImportError as error:

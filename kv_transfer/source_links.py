@@ -21,8 +21,8 @@ from common.contract.messages.session import Hello, HelloRefused, Role, Welcome
 from common.runtime.channel import ControlClient, channel_context
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.names import HostNames
 from common.runtime.peer_networks import PeerNetworks
+from common.runtime.resolver import Resolver
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class SourceLinks:
         self._peers = peers
         self._keys = keys
         self._context = channel_context()
-        self._names = HostNames(pulse.timeout_s)
+        self._resolver = Resolver(pulse.timeout_s)
         self._links: dict[str, _Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -104,14 +104,14 @@ class SourceLinks:
         try:
             await asyncio.gather(*self._closing, return_exceptions=True)
         finally:
-            self._names.close()
+            self._resolver.close()
             self._context.destroy(linger=100)
 
     async def _run(self, address: str) -> None:
         """Resolve `address` and, if this worker may connect to it, keep the link until cancelled."""
         host, _, port = address.rpartition(":")
         try:
-            found = await self._names.find(host)
+            found = await self._resolver.find(host)
         except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
             self._give_up(address, Cause.WORKER_LOST, f"its name does not resolve: {error!r}")
             return

@@ -23,7 +23,7 @@ from common.contract.messages.worker import Tokens
 from common.runtime.channel import ControlClient, ControlServer, LinkState
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.names import HostNames
+from common.runtime.resolver import Resolver
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
 FINGERPRINT = Fingerprint(config_hash="c", weights_hash="weights-a", layout=LAYOUT)
@@ -190,7 +190,7 @@ class Client:
         clock: Clock,
         pulse: Pulse,
         fingerprint: Fingerprint | None,
-        names: HostNames | None,
+        resolver: Resolver | None,
         keys: CurveKeys | None,
     ) -> None:
         self.fingerprint = fingerprint
@@ -204,7 +204,7 @@ class Client:
         """(why, whether it looked as if the worker's process had died)."""
         self.me = new_incarnation()
         self.context = zmq.asyncio.Context()
-        self.link = ControlClient(self.context, address, self.me, self, clock, pulse, keys, names=names)
+        self.link = ControlClient(self.context, address, self.me, self, clock, pulse, keys, resolver=resolver)
         self._linking = asyncio.create_task(self.link.run())
         self._open = True
 
@@ -406,10 +406,10 @@ class Net:
         fingerprint: Fingerprint | None = None,
         *,
         clock: Clock | None = None,
-        names: HostNames | None = None,
+        resolver: Resolver | None = None,
         keys: CurveKeys | None = None,
     ) -> Client:
-        client = Client(address, clock or self.clock, pulse or self._pulse, fingerprint, names, keys)
+        client = Client(address, clock or self.clock, pulse or self._pulse, fingerprint, resolver, keys)
         self.open.append(client)
         return client
 

@@ -349,7 +349,10 @@ def gateways_hold_what_they_let_in(objects: list[Object]) -> Iterator[str]:
             given = variables.get(f"{ENV_PREFIX}{name.upper()}")
             return int(given or ROLES["gateway"].model_fields[name].default or 0)
 
-        context = setting("max_model_len") or _CONTEXTS.get(variables.get("BATON_MODEL") or "", 0)
+        model = variables.get("BATON_MODEL") or ""
+        context = setting("max_model_len") or _CONTEXTS.get(model, 0)
+        if not context:
+            yield f"{named(each)}: nobody knows the context of {model!r}, and so not what its requests take"
         waiting = setting("max_in_flight") * context * _BYTES_OF_A_WAITING_TOKEN
         needed = _IDLE_BYTES + 256 * 2**20 + 120 * setting("prefix_index_names") + waiting
         limit = str(container.get("resources", {}).get("limits", {}).get("memory", "0"))

@@ -28,8 +28,8 @@ from common.contract.messages.worker import CacheEvents, StepTokens, Trial
 from common.runtime.channel import RECONNECT_S, ControlClient, Traffic, channel_context
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.names import HostNames
 from common.runtime.probes import counter, gauge
+from common.runtime.resolver import Resolver
 from gateway.serving.suspicion import Crash
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
@@ -87,7 +87,7 @@ class Links:
         self._clock = clock
         self._pulse = pulse
         self._keys = keys
-        self._names = HostNames(pulse.timeout_s)
+        self._resolver = Resolver(pulse.timeout_s)
         self._context = channel_context()
         self._links: dict[str, ControlClient] = {}
         self._traffic_before = Traffic()
@@ -126,7 +126,7 @@ class Links:
             try:
                 await asyncio.gather(*tasks, return_exceptions=True)
             finally:
-                self._names.close()
+                self._resolver.close()
                 self._context.destroy(linger=100)
 
     async def wait_usable(self) -> None:
@@ -155,7 +155,7 @@ class Links:
 
     def _link(self, address: str) -> None:
         link = ControlClient(
-            self._context, address, self._me, self, self._clock, self._pulse, self._keys, names=self._names
+            self._context, address, self._me, self, self._clock, self._pulse, self._keys, resolver=self._resolver
         )
         self._links[address] = link
         task = asyncio.create_task(link.run())

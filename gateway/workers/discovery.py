@@ -18,14 +18,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from common.contract.messages.session import Role
 from common.runtime.clock import Clock
-from common.runtime.names import HostNames
+from common.runtime.resolver import Resolver
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 15.0
 """Longest pause before a failing source is asked again."""
-_LONGEST_LOOKUP_S: Final = 15.0
+LONGEST_LOOKUP_S: Final = 15.0
+"""Longest time that a list waits for the lookup of a name."""
 _SHORTEST_ROUND_S: Final = 1.0
 """Least seconds between two lists of a source whose `changes` ends at once."""
 
@@ -139,16 +140,16 @@ def _worded(endpoint: Endpoint) -> str:
 class DnsSource:
     """All IPv4 addresses of a DNS name: of a headless Service, or any other name with several."""
 
-    def __init__(self, host: str, port: int, period_s: float) -> None:
+    def __init__(self, host: str, port: int, period_s: float, resolver: Resolver) -> None:
         """The name is resolved again every `period_s`."""
-        self._names = HostNames(_LONGEST_LOOKUP_S)
+        self._resolver = resolver
         self._host = host
         self._port = port
         self._period_s = period_s
 
     async def list_once(self) -> Collection[Endpoint]:
         try:
-            found = await self._names.find_all(self._host)
+            found = await self._resolver.find_all(self._host)
         except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
             raise SourceError(f"{self._host} does not resolve: {error!r}") from error
         return [Endpoint(address=f"{host}:{self._port}") for host in sorted(found)]

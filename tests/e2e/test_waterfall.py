@@ -372,7 +372,8 @@ async def test_of_several_choices_the_last_one_counts(stage: Stage, client: Clie
     await until(lambda: stage.d1.waiting("LastTokens") == 1, "it does not end")
     delayed_s = await delay()
     stage.d1.open("LastTokens")
-    shows(await asked, "transit", delayed_s)
+    # The first token's way may overlap with the decode worker's stages, and is then counted here.
+    shows(await asked, "transit", delayed_s, beside=["first_token"])
 
 
 # --- whatever way it goes --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from waiting import StandingClock
 
 from common.contract.messages.session import Role
 from common.runtime.clock import Clock, monotonic
+from common.runtime.resolver import Resolver
 from gateway.workers import discovery, endpoint_slices
 from gateway.workers.discovery import Discovery, DnsSource, Endpoint, SourceError
 from gateway.workers.endpoint_slices import EndpointSliceSource
@@ -510,7 +511,7 @@ async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPat
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in hosts]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    source = DnsSource("workers.models", 7000, 0.01)
+    source = DnsSource("workers.models", 7000, 0.01, Resolver(WAIT_S))
     addresses = [each.address for each in await source.list_once()]
     assert addresses == ["10.0.0.1:7000", "10.0.0.2:7000"]
 
@@ -528,26 +529,27 @@ async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPat
 
 def test_an_exit_waits_for_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup of the event loop cannot be cancelled, and the end of the loop would wait for it."""
-    asked, answer = threading.Event(), threading.Event()
+    asked, answer, answered = threading.Event(), threading.Event(), threading.Event()
 
     def resolve(*_: object) -> list[Any]:
         asked.set()
         answer.wait(WAIT_S)
+        answered.set()
         raise socket.gaierror("nobody has answered")
 
     async def look_up() -> None:
-        task = asyncio.create_task(DnsSource("workers.models", 7000, 1.0).list_once())
+        task = asyncio.create_task(DnsSource("workers.models", 7000, 1.0, Resolver(WAIT_S)).list_once())
         assert await asyncio.to_thread(asked.wait, WAIT_S)
         task.cancel()
         await asyncio.wait([task])
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     uvloop.run(look_up())
-    assert not answer.is_set()
+    assert not answered.is_set()
     answer.set()
 
 
 async def test_a_name_that_does_not_exist() -> None:
     for name in ("nowhere.invalid", "a..b", "x" * 64):
         with pytest.raises(SourceError, match=f"{re.escape(name)} does not resolve"):
-            await DnsSource(name, 7000, 1.0).list_once()
+            await DnsSource(name, 7000, 1.0, Resolver(WAIT_S)).list_once()

@@ -14,7 +14,7 @@ import pytest
 
 from common.contract.errors import OperatorError
 from common.runtime.config import GatewaySettings, ServeSettings, load
-from common.runtime.local_stack import Child, LocalStack, _environment, refuse_variables_of_the_stack
+from common.runtime.local_stack import Child, LocalStack, _describe_exit, _environment, refuse_variables_of_the_stack
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operations" / "settings.md"
 
@@ -153,3 +153,12 @@ def _rows(option: str) -> list[str]:
     at = text.index("### `baton serve`")
     tables = text[:at], text[at:]
     return [next(line for line in each.splitlines() if line.startswith(f"| `{option}` |")) for each in tables]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(3, "exit code 3"), (0, "exit code 0"), (-9, "signal SIGKILL"), (-40, "signal 40")],
+)
+def test_an_exit_is_told_whatever_has_ended_the_process(code: int, told: str) -> None:
+    """Most real-time signals have no name."""
+    assert _describe_exit(code) == told

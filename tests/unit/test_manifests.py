@@ -275,6 +275,7 @@ BROKEN = (
     ("decode container resources requests memory = 490Gi", "it asks for more memory than its limit"),
     ("decode container resources limits = {}", "no limit of memory"),
     ("gateway container resources limits memory = 4Gi", "its memory does not hold 4.4 GiB of requests"),
+    ("gateway container env BATON_MODEL = unknown", "nobody knows the context of 'unknown'"),
     ("gateway container env BATON_MAX_MODEL_LEN = 65536", "its memory does not hold 8.2 GiB of requests"),
     ("decode securityContext runAsNonRoot = false", "it may run as root"),
     ("decode securityContext seccompProfile", "Deployment/baton-decode: it has no seccomp profile"),

@@ -26,7 +26,7 @@ from common.engine.engine import Engine
 from common.engine.engine_thread import EngineThread
 from common.engine.orders import LeadingExecutor, compute_order, rows_of
 from common.engine.ragged import Rows
-from common.engine.ranks import EXIT_RANK_LOST, GroupPlan
+from common.engine.ranks import EXIT_RANK_LOST, GroupPlan, Ranks
 from common.engine.runner import ModelRunner, load_runner
 from common.runtime.clock import Pulse
 from common.runtime.config import DeviceType
@@ -343,3 +343,17 @@ def wait_for_end(rank: int) -> None:
     while not ended(rank):
         assert time.monotonic() < deadline, "the rank is left behind"
         time.sleep(0.02)
+
+
+def test_a_watch_that_fails_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody would notice when a rank ends, and rank 0 would wait for it for ever."""
+    told: list[str] = []
+
+    def fails(self: Ranks) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Ranks, "_watch", fails)
+    monkeypatch.setattr(Ranks, "_lost", lambda self, why: told.append(why))
+    with pytest.raises(RuntimeError, match="a bug"):
+        object.__new__(Ranks)._run([])
+    assert told == ["the watch over the ranks has failed: RuntimeError('a bug')"]

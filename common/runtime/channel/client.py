@@ -38,7 +38,7 @@ from common.runtime.channel.ends import (
 )
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.names import HostNames
+from common.runtime.resolver import Resolver
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +109,10 @@ class ControlClient:
         keys: CurveKeys | None = None,
         *,
         endpoint: str | None = None,
-        names: HostNames | None = None,
+        resolver: Resolver | None = None,
     ) -> None:
-        """If `address` has a name, either the caller has resolved it, and `endpoint` is the result, or `names` looks it
-        up whenever there is no connection, since another host may have got the name."""
+        """If `address` has a name, either the caller has resolved it, and `endpoint` is the result, or `resolver` looks
+        it up whenever there is no connection, since another host may have got the name."""
         self.address = address
         self.state = LinkState.GREETING
         self.welcome: Welcome | None = None
@@ -142,7 +142,7 @@ class ControlClient:
         """Messages that the worker has received, according to its last heartbeat."""
         self._hellos = 0
         self._hello_wait_s = _HELLO_RETRY_S / 2
-        self._connection = Connection(context, address, me, pulse, keys, endpoint, names)
+        self._connection = Connection(context, address, me, pulse, keys, endpoint, resolver)
 
     async def run(self) -> None:
         """Serve until cancelled; closes the socket."""
@@ -150,7 +150,7 @@ class ControlClient:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive())
                 tasks.create_task(self._watch())
-                tasks.create_task(self._connection.watch(self._on_broken))
+                tasks.create_task(self._connection.watch(self._on_broken, self._greets.set))
         finally:
             self.retire()
             self._connection.close()
@@ -197,7 +197,7 @@ class ControlClient:
                 self._hello_wait_s = min(2 * self._hello_wait_s, _HELLO_RETRY_MAX_S)
                 stall_s = await sleep(self._hello_wait_s, self._pulse, self._greets)
             elif self.state is LinkState.REFUSED:
-                stall_s = await sleep(self._pulse.timeout_s, self._pulse)
+                stall_s = await sleep(self._pulse.timeout_s, self._pulse, self._greets)
                 if self.state is LinkState.REFUSED:  # a session may have opened meanwhile
                     if self._clock() - self._heard_at - stall_s > 1.5 * self._pulse.timeout_s:
                         self._renew_connection()  # the last Hello was not answered

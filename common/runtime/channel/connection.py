@@ -16,7 +16,7 @@ from common.contract.ids import Incarnation
 from common.runtime.channel.ends import result
 from common.runtime.clock import Pulse
 from common.runtime.curve import CurveKeys
-from common.runtime.names import HostNames, is_address
+from common.runtime.resolver import Resolver, is_address
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,19 @@ class Connection:
         pulse: Pulse,
         keys: CurveKeys | None,
         endpoint: str | None,
-        names: HostNames | None,
+        resolver: Resolver | None,
     ) -> None:
-        """`endpoint` and `names` as in `ControlClient`."""
+        """`endpoint` and `resolver` as in `ControlClient`."""
         self.address = address
         self.needed = False
-        """Whether a session depends on this connection. Then it stays with its host, wherever the name points."""
-        self._names = names
+        """Whether a session depends on this connection. While it stands, it then stays with its host, wherever the name
+        points."""
+        self._resolver = resolver
         self._unconnected = asyncio.Event()
         """Set while there is no connection, as far as ZeroMQ knows."""
         self._unconnected.set()
-        self._told_of_handshake = False
-        """Whether it was logged that the handshake fails."""
+        self._told = False
+        """Whether it was logged, since the last connection that was good, why there is none."""
         self._endpoint: str | None = None
         """What to connect to; None until it is known."""
         self._socket = context.socket(zmq.DEALER)
@@ -62,17 +63,18 @@ class Connection:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1e3 * min(pulse.timeout_s, 600)))
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _HANDSHAKE_FAILED
         )
         if endpoint is not None or is_address(address.rpartition(":")[0]):
             self._connect(endpoint or address)
 
-    async def watch(self, on_broken: Callable[[], None]) -> None:
-        """Call `on_broken` whenever the connection breaks, and follow the worker's name; until cancelled."""
+    async def watch(self, on_broken: Callable[[], None], on_found: Callable[[], None]) -> None:
+        """Call `on_broken` whenever the connection breaks, and follow the worker's name: call `on_found` whenever it is
+        another address. Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch(on_broken))
             if self._endpoint is None:
-                tasks.create_task(self._follow_name())
+                tasks.create_task(self._follow_name(on_found))
 
     def close(self) -> None:
         """Close the socket, once what was sent has left, or 0.1 s have passed."""
@@ -115,35 +117,41 @@ class Connection:
             elif event == zmq.EVENT_DISCONNECTED:
                 self._unconnected.set()
                 on_broken()
-            elif not self._told_of_handshake:
-                self._told_of_handshake = True
-                log.warning("no handshake with %s: one has --curve-keys and the other not, or others", self.address)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._told = False
+            else:
+                self._tell("%s breaks the handshake off: it may have no --curve-keys, or others", self.address)
 
-    async def _follow_name(self) -> None:
+    async def _follow_name(self, on_found: Callable[[], None]) -> None:
         """Connect to the address that the worker's name has now, whenever there is no connection."""
-        assert self._names is not None
+        assert self._resolver is not None
         host, _, port = self.address.rpartition(":")
-        before = ""
         while True:
             await self._unconnected.wait()
-            why = ""
             try:
-                found = await self._names.find(host)
-                if not self.needed or self._unconnected.is_set():  # else it has connected again meanwhile
-                    self._connect(f"{found}:{port}")
+                found = await self._resolver.find(host)
             except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
-                why = repr(error)
-                if why != before:
-                    log.warning("%s does not resolve: %s", host, why)
-            before = why
+                self._tell("%s cannot be looked up: %r", host, error)
+            else:
+                has_connected = self.needed and not self._unconnected.is_set()
+                if not has_connected and self._connect(f"{found}:{port}"):
+                    on_found()
             await asyncio.sleep(_LOOK_UP_PAUSE_S)
 
-    def _connect(self, endpoint: str) -> None:
-        """Connect to `host:port`, and no longer to another one."""
+    def _tell(self, what: str, *about: object) -> None:
+        """Log why there is no connection, once until there is one."""
+        if not self._told:
+            self._told = True
+            log.warning(what, *about)
+
+    def _connect(self, endpoint: str) -> bool:
+        """Connect to `host:port`, and no longer to another one. Returns whether it is another one."""
         before, self._endpoint = self._endpoint, f"tcp://{endpoint}"
         if before == self._endpoint:
-            return
+            return False
         if before is not None:
             log.info("%s is at %s now", self.address, endpoint)
             self._socket.disconnect(before)
+        self._unconnected.set()
         self._socket.connect(self._endpoint)
+        return True

@@ -13,9 +13,9 @@ from typing import Any
 
 from common.runtime.daemon_threads import DaemonThreads
 
-_NUM_THREADS = 4
-"""Most names that are looked up at a time. There are several, so that a name whose name servers are silent does not
-delay the others."""
+_NUM_THREADS = 16
+"""Most names that are looked up at a time. There are several, so that names whose name servers are silent do not delay
+the others."""
 _KEPT_S = 60.0
 """Longest time for which the result of a lookup is kept for the next `find`, if nobody waits for it any more."""
 
@@ -29,8 +29,8 @@ def is_address(host: str) -> bool:
     return True
 
 
-class HostNames:
-    """The names that a process connects to."""
+class Resolver:
+    """Looks up the names that a part of a process connects to."""
 
     def __init__(self, timeout_s: float) -> None:
         """`find` takes at most `timeout_s`."""
@@ -52,14 +52,17 @@ class HostNames:
         lookup = self._lookups.get(host)
         if lookup is None:
             lookup = self._lookups[host] = _Lookup(self._threads, host)
-        async with asyncio.timeout(self._timeout_s):
-            await asyncio.gather(asyncio.shield(asyncio.wrap_future(lookup.found)), return_exceptions=True)
+        if not lookup.found.done():
+            waiting = asyncio.wrap_future(lookup.found)
+            waiting.add_done_callback(_note_error)  # if nobody waits any more
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.wait([waiting])
         if self._lookups.get(host) is lookup:
             del self._lookups[host]
         return list(dict.fromkeys(address[0] for *_, address in lookup.found.result()))
 
     def close(self) -> None:
-        """End the threads, each after the lookup that it is at."""
+        """End the threads once every lookup has ended."""
         self._threads.close()
 
 
@@ -68,7 +71,7 @@ class _Lookup:
 
     def __init__(self, threads: DaemonThreads, host: str) -> None:
         """Begin it. Raises `OSError` if no thread can be started."""
-        self._ended_at: float | None = None
+        self.ended_at: float | None = None
         try:
             self.found: Future[list[tuple[Any, ...]]] = threads.submit(
                 lambda: socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
@@ -79,7 +82,13 @@ class _Lookup:
 
     def is_old(self) -> bool:
         """Whether it has ended too long ago for its result to be used."""
-        return self._ended_at is not None and monotonic() - self._ended_at > _KEPT_S
+        return self.ended_at is not None and monotonic() - self.ended_at > _KEPT_S
 
     def _end(self, _: object) -> None:
-        self._ended_at = monotonic()
+        self.ended_at = monotonic()
+
+
+def _note_error(future: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging an error that nobody has waited for."""
+    if not future.cancelled():
+        future.exception()
