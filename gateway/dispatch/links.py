@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -67,6 +67,14 @@ class Requests(Protocol):
         """Other workers may be usable now."""
 
 
+class _Order(NamedTuple):
+    """An operator's order to a worker."""
+
+    message: Drain | Resume
+    number: int
+    """Its number within the session."""
+
+
 class Links:
     """A link to each worker of the registry (`common.runtime.channel.ClientHandler`)."""
 
@@ -97,6 +105,8 @@ class Links:
         """Worker → requests in the last Hello to it; its Welcome says which of these, and only these, it knows."""
         self._trials: dict[str, Trial] = {}
         """Worker → its last `Trial`: the suspects, if any, for which the engine computes its steps."""
+        self._orders: dict[str, _Order] = {}
+        """Worker → the operator's last order, until a heartbeat shows that it has arrived."""
         self._usable = asyncio.Event()
         self._follows = False
         """Whether workers are discovered. Discovered workers may be of another version for a while, and are refused."""
@@ -199,8 +209,14 @@ class Links:
         """Tell a worker to drain, or to serve again. False if it cannot be reached."""
         if self._registry.workers[address].incarnation is None:
             return False
-        self._links[address].send(Drain() if drain else Resume())
+        self._order(address, Drain() if drain else Resume())
         return True
+
+    def _order(self, address: str, message: Drain | Resume) -> None:
+        """Send an operator's order; if messages are lost before it has arrived, it is sent again."""
+        link = self._links[address]
+        link.send(message)
+        self._orders[address] = _Order(message, link.num_sent)
 
     def may_have_crashed(self, address: str) -> bool:
         """Whether a worker's connection has broken, and it is not known yet whether it has crashed."""
@@ -236,6 +252,8 @@ class Links:
         """Handle the loss of messages to or from a worker."""
         self._registry.resynced(link.address)
         self._trials.pop(link.address, None)
+        if link.address in self._orders:
+            self._order(link.address, self._orders[link.address].message)
         self._requests.on_resync(link.address, self._listed[link.address], frozenset(welcome.open_requests))
 
     def on_message(self, link: ControlClient, message: Message) -> None:
@@ -245,6 +263,8 @@ class Links:
         elif isinstance(message, RequestMessage):
             self._requests.on_request(link.address, message)
         elif isinstance(message, Heartbeat):
+            if (order := self._orders.get(link.address)) is not None and message.received >= order.number:
+                del self._orders[link.address]
             if self._registry.heartbeat(link.address, message, self._clock()):
                 log.error("the engine of %s makes no progress: what it has goes elsewhere", link.address)
                 self._lose(link.address, "its engine makes no progress", crashed=False)
@@ -276,6 +296,7 @@ class Links:
 
     def _session_over(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         self._registry.lost(link.address)
+        self._orders.pop(link.address, None)
         if link.worker is not None:
             self._index.forget(WorkerLife(link.address, link.worker))
         self._lose(link.address, why, crashed=crashed)

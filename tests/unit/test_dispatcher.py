@@ -12,7 +12,7 @@ import pytest
 from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, heartbeat, settle, text, welcome
 
 from common.contract.errors import Cause, FingerprintMismatchError
-from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, PrefixHint, Source
+from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Prefill, PrefixHint, Source
 from common.contract.messages.session import HelloRefused, Role
 from common.contract.messages.worker import PromptLogprobs, Tokens, TokenScores
 from common.contract.sampling import SamplingParams
@@ -134,6 +134,30 @@ async def test_a_resync_does_not_begin_again_what_has_not_left_yet(bench: Bench)
     assert bench.newest(key)[0] == key
     bench.tokens(D, key, 0, 10, reason="stop")
     assert await text(task) == [10]
+
+
+async def test_an_order_that_was_lost_is_sent_again(bench: Bench) -> None:
+    """The operator was told that the worker drains, or serves again."""
+    links, link = bench.dispatcher.links, bench.link(D)
+    links.hello(link)
+    assert links.tell(D, drain=False)
+    assert links.tell(D, drain=True)
+    bench.say(D, replace(heartbeat(), received=1))
+    link.sent.clear()
+    links.on_resync(link, welcome(Role.DECODE))
+    assert link.sent == [Drain()], "the last order alone"
+    links.on_resync(link, welcome(Role.DECODE))
+    assert link.sent == [Drain(), Drain()]
+    bench.say(D, replace(heartbeat(), received=2))
+    links.on_resync(link, welcome(Role.DECODE))
+    assert link.sent == [Drain(), Drain()], "the worker has heard it"
+    links.tell(D, drain=False)
+    bench.lose(D)
+    bench.open(D, restarted=True)
+    links.hello(bench.link(D))
+    bench.link(D).sent.clear()
+    links.on_resync(bench.link(D), welcome(Role.DECODE))
+    assert bench.link(D).sent == [], "another process was meant"
 
 
 async def test_a_resync_keeps_what_the_worker_knows(bench: Bench) -> None:
