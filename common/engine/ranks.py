@@ -229,9 +229,11 @@ class Ranks:
         try:
             for arguments in each:
                 self._processes.append(_start(arguments))
-            self._watch()
         except OSError as error:
             self._lost(f"a rank cannot be started: {error}")
+            return
+        try:
+            self._watch()
         except BaseException as error:  # else nobody would notice if a rank ended
             log.critical("the watch over the ranks has failed", exc_info=True)
             self._lost(f"the watch over the ranks has failed: {error!r}")

@@ -345,15 +345,16 @@ def wait_for_end(rank: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_watch_that_fails_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_a_watch_that_fails_ends_the_worker(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nobody would notice when a rank ends, and rank 0 would wait for it for ever."""
     told: list[str] = []
 
     def fails(self: Ranks) -> None:
-        raise RuntimeError("a bug")
+        raise kind("a bug")
 
     monkeypatch.setattr(Ranks, "_watch", fails)
     monkeypatch.setattr(Ranks, "_lost", lambda self, why: told.append(why))
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(kind, match="a bug"):
         object.__new__(Ranks)._run([])
-    assert told == ["the watch over the ranks has failed: RuntimeError('a bug')"]
+    assert told == [f"the watch over the ranks has failed: {kind.__name__}('a bug')"]
