@@ -291,7 +291,7 @@ class _Api:
         try:
             yield
         except GenerationFailed as error:
-            if error.cause is Cause.CAPACITY and not life.num_tokens:
+            if error.cause is Cause.CAPACITY and not life.begun:
                 request[CALLER].give_back(life.job.num_prompt_tokens)
             life.failed(error.cause, error.message, self._clock())
             raise

@@ -10,11 +10,12 @@ from typing import Protocol
 
 from common.contract.errors import Cause
 from gateway.intake.request_intake import Job
-from gateway.serving.generation import Delta, Generation, GenerationFailed, Generator, PromptDelta
+from gateway.serving.generation import Delta, GenerationFailed, Generator, PromptDelta
 from gateway.text.answer_parts import AnswerParts
 from gateway.text.choice_text import ChoiceText, Piece
-from gateway.text.detokenizer import TokenDecoder
+from gateway.text.detokenizer import SpecialDecoder
 from gateway.text.prompt_text import PromptText
+from gateway.text.stop_strings import StopTables
 
 _QUEUED_PIECES = 64
 """Pieces that wait for the client, of a request with several prompts; at this number its generations are not read."""
@@ -50,7 +51,7 @@ class Outlet(Protocol):
 
 
 def stream_pieces(
-    generator: Generator, tokenizer: TokenDecoder, job: Job, outlet: Outlet | None = None
+    generator: Generator, tokenizer: SpecialDecoder, job: Job, outlet: Outlet | None = None
 ) -> AsyncGenerator[Piece, None]:
     """Generate every prompt of `job`; yield the pieces of all choices, those of one choice in order. While the reader
     waits, and `outlet` is ready, that one gets the pieces.
@@ -58,37 +59,12 @@ def stream_pieces(
     Raises `GenerationFailed` as soon as one generation fails. A generation is closed once its choices have ended, and
     all are closed when the stream is.
     """
-    reported = job.reports_prompt
-    if job.generates_nothing and not reported:
+    if job.generates_nothing and not job.reports_prompt:
         return _prompts_alone(job)
-    streams: list[AsyncGenerator[Piece, None]] = []
-    shortcut: _Shortcut | None = None
-    for generation, echo in zip(job.generations, job.echoes, strict=True):
-        first = len(streams) * generation.num_choices
-        numbers = range(first, first + generation.num_choices)
-        prompt = PromptText(numbers, generation.token_ids, tokenizer, echo) if reported else None
-        decoder = job.decoder or (tokenizer if job.plan is None else job.plan.decoder)
-        texts = [
-            ChoiceText(
-                number,
-                decoder,
-                job.stops,
-                generation.sampling.min_tokens,
-                echo="" if reported else echo,
-                ends_unspelt=None if job.decoder is None else tokenizer,
-                continues=generation.token_ids if job.continues else (),
-                with_token_ids=job.prompt_ids is not None,
-                num_before=len(echo) if reported else 0,
-            )
-            for number in numbers
-        ]
-        choices: Sequence[ChoicePieces] = texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
-        if job.generates_nothing:
-            choices = [_NoText(number) for number in numbers]
-        if outlet is not None and len(job.generations) == 1:
-            shortcut = _Shortcut(choices, outlet)
-        streams.append(_one_generation(generator, generation, choices, prompt, shortcut))
-    return streams[0] if len(streams) == 1 else _merged(streams)
+    made, numbers = _Makers(tokenizer, job), range(len(job.generations))
+    if len(numbers) == 1:
+        return _one_generation(generator, made, 0, outlet)
+    return _merged([_one_generation(generator, made, number) for number in numbers])
 
 
 async def _prompts_alone(job: Job) -> AsyncGenerator[Piece, None]:
@@ -141,14 +117,56 @@ class _Shortcut:
         return False
 
 
+class _Makers:
+    """Makes what turns the deltas of a prompt into pieces, when its turn has come: there may be many prompts."""
+
+    def __init__(self, tokenizer: SpecialDecoder, job: Job) -> None:
+        self.job = job
+        self._tokenizer = tokenizer
+        self._stops = StopTables(job.stops)
+
+    def prompt(self, number: int) -> PromptText | None:
+        """For the log probabilities of a prompt; None if they were not asked for."""
+        job = self.job
+        if not job.reports_prompt:
+            return None
+        return PromptText(
+            self._choices_of(number), job.generations[number].token_ids, self._tokenizer, job.echoes[number]
+        )
+
+    def choices(self, number: int) -> Sequence[ChoicePieces]:
+        """For the choices of a prompt."""
+        job, generation, echo = self.job, self.job.generations[number], self.job.echoes[number]
+        if job.generates_nothing:
+            return [_NoText(choice) for choice in self._choices_of(number)]
+        decoder = job.decoder or (self._tokenizer if job.plan is None else job.plan.decoder)
+        texts = [
+            ChoiceText(
+                choice,
+                decoder,
+                self._stops,
+                generation.sampling.min_tokens,
+                echo="" if job.reports_prompt else echo,
+                ends_unspelt=None if job.decoder is None else self._tokenizer,
+                continues=generation.token_ids if job.continues else (),
+                with_token_ids=job.prompt_ids is not None,
+                num_before=len(echo) if job.reports_prompt else 0,
+            )
+            for choice in self._choices_of(number)
+        ]
+        return texts if job.plan is None else [AnswerParts(text, job.plan) for text in texts]
+
+    def _choices_of(self, number: int) -> range:
+        num_choices = self.job.generations[number].num_choices
+        return range(number * num_choices, (number + 1) * num_choices)
+
+
 async def _one_generation(
-    generator: Generator,
-    generation: Generation,
-    choices: Sequence[ChoicePieces],
-    prompt: PromptText | None,
-    shortcut: _Shortcut | None,
+    generator: Generator, made: _Makers, number: int, outlet: Outlet | None = None
 ) -> AsyncGenerator[Piece, None]:
+    generation, prompt, choices = made.job.generations[number], made.prompt(number), made.choices(number)
     num_open = len(choices)
+    shortcut = None if outlet is None else _Shortcut(choices, outlet)
     generation.shortcut = shortcut
     try:
         async with aclosing(generator.generate(generation)) as deltas:

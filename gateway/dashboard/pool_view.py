@@ -97,7 +97,7 @@ def progress_of(flow: Flow) -> Progress:
     """Where a request is; with several choices, where its attempt that is furthest behind is."""
     attempt = _shown(flow)
     if attempt is None:
-        return Progress.RECOVERING if flow.admitted else Progress.QUEUED
+        return Progress.RECOVERING if flow.admitted and flow.story else Progress.QUEUED
     if attempt.decode_has_spoken:
         return Progress.DECODE
     if attempt.moving is not None:

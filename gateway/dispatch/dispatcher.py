@@ -147,13 +147,18 @@ class Dispatcher(Collector):
         )
 
     def _begin(self, generation: Generation) -> OpenRequest:
+        admittance, now = generation.admittance, self._clock()
         readiness = self.ready()
-        if not readiness.ready:
+        if not (readiness.ready or admittance.taken):
             raise GenerationFailed(Cause.WORKER_LOST, readiness.reason)
         if len(self._open) >= MAX_OPEN_REQUESTS:
             raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
-        request = OpenRequest.of(generation, self._registry.block_size)
-        generation.waterfall.opened(self._clock())
+        if admittance.opened_at is None:
+            admittance.opened_at = now
+        elif now >= admittance.opened_at + generation.budget_s:
+            raise GenerationFailed(Cause.DEADLINE, "the request's time ran out before this prompt's turn")
+        request = OpenRequest(Flow(generation, admitted=admittance.taken))
+        generation.waterfall.opened(now)
         self._open[request] = None
         self._watch(request)
         self._carry_out_all(request, request.flow.begin())
@@ -278,6 +283,7 @@ class Dispatcher(Collector):
             case Deliver():
                 self._deliver(request, action)
             case DeliverPrompt(delta):
+                request.flow.generation.admittance.taken = True
                 request.mailbox.put(delta)
             case Want():
                 self._want(request, action)
@@ -295,6 +301,7 @@ class Dispatcher(Collector):
 
     def _deliver(self, request: OpenRequest, deliver: Deliver) -> None:
         delta, now = deliver.delta, self._clock()
+        request.flow.generation.admittance.taken = True
         self.placement.answered(request, now)
         failed_at = request.flow.generation.waterfall.tokens(deliver.attempt, delta.choice, deliver.role, now)
         if failed_at is not None:

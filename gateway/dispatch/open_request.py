@@ -15,7 +15,7 @@ from gateway.dispatch.mailbox import Mailbox
 from gateway.dispatch.router import Cached, Expected
 from gateway.serving.flow import Flow
 from gateway.serving.flow_actions import Done, Fail
-from gateway.serving.generation import Delta, Generation, PromptDelta
+from gateway.serving.generation import Delta, PromptDelta
 
 ClientMailbox = Mailbox[Delta | PromptDelta | Done | Fail]
 
@@ -25,9 +25,11 @@ class OpenRequest:
     """A flow, and the client task that waits for it. When what happened is in the generation's waterfall."""
 
     flow: Flow
-    block_size: int
-    block_hashes: Sequence[BlockHash]
-    """Hashes of the full blocks of the prompt without its last token, which is computed in any case."""
+    block_size: int = 0
+    """That of the workers; 0 until the request is placed."""
+    block_hashes: Sequence[BlockHash] = ()
+    """Hashes of the full blocks of the prompt without its last token, which is computed in any case; none until the
+    request is placed."""
     fingerprint: Fingerprint | None = None
     """Fingerprint of the workers that the request began on; it continues only on workers with the same one."""
     cached: Cached = field(default_factory=dict)
@@ -40,13 +42,15 @@ class OpenRequest:
     """Events for the client, bounded by the request: at most one delta for each prompt and output token, and one
     end."""
 
-    @classmethod
-    def of(cls, generation: Generation, block_size: int) -> OpenRequest:
-        """A request that has just come."""
+    def hash_prompt(self, block_size: int) -> None:
+        """Hash the prompt's blocks of this size, unless they are hashed already."""
+        if self.block_size:
+            return
+        generation = self.flow.generation
         chain = BlockChain(block_size, generation.cache_salt)
         # The last token is computed in any case, because its logits are needed.
         chain.extend(generation.token_ids, len(generation.token_ids) - 1)
-        return cls(Flow(generation), block_size, chain.hashes)
+        self.block_size, self.block_hashes = block_size, chain.hashes
 
     @property
     def opened_at(self) -> float:
@@ -58,7 +62,9 @@ class OpenRequest:
     @property
     def deadline(self) -> float:
         """Monotonic seconds at which the request's budget ends."""
-        return self.opened_at + self.flow.generation.budget_s
+        began_at = self.flow.generation.admittance.opened_at
+        assert began_at is not None
+        return began_at + self.flow.generation.budget_s
 
     def budget_s(self, now: float) -> float:
         """Seconds that are left of its budget, for a worker: more than 0."""

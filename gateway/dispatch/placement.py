@@ -171,6 +171,7 @@ class Placement:
 
     def _route(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction]:
         flow, generation = request.flow, request.flow.generation
+        request.hash_prompt(self._registry.block_size)
         # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
         num_blocks = self._index.longest(request.block_hashes) if flow.report.complete else {}
         request.cached = {life: num * request.block_size for life, num in num_blocks.items()}

@@ -52,7 +52,7 @@ _EFFORTS: Final = ("reasoning_effort", "verbosity")
 
 
 _LONG_CHARS: Final = 2048
-"""Texts of at least this many characters are charged before they are tokenised."""
+"""Texts of at least this many characters together are charged before they are tokenised."""
 _SHORT_MESSAGES: Final = 8
 _SHORT_CHARS: Final = 2048
 """A conversation of at most so many messages and characters is short: it is rendered on the event loop's thread."""
@@ -167,7 +167,8 @@ class Intake:
             generations.append(generation)
         if not form.echo:
             return self._job(form, generations, continues=True)
-        echoes = [each if isinstance(each, str) else self._tokenizer.decode(each) for each in form.prompt]
+        decode = self._tokenizer.decode_all if form.skip_special_tokens is False else self._tokenizer.decode
+        echoes = [each if isinstance(each, str) else decode(each) for each in form.prompt]
         if (form.n or 1) * sum(len(each.encode(errors="replace")) for each in echoes) > self._most_bytes:
             raise invalid("echo", f"the echoed prompts, once for each choice, are more than {self._most_bytes} bytes")
         return self._job(form, generations, echoes, continues=True)
@@ -252,17 +253,18 @@ class Intake:
         return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
 
     def _expect(self, prompts: Sequence[Prompt], param: str, context: int, charge: ChargeAhead) -> None:
-        """Before tokenising, refuse texts whose length alone exceeds the context, and charge long texts for the least
-        tokens that they can have. Short texts are cheap to tokenise; they are charged afterwards, for their actual
-        tokens."""
-        expected = 0
+        """Before tokenising, refuse texts whose length alone exceeds the context, and charge texts that are long
+        together for the least tokens that they can have. Short ones are cheap to tokenise; they are charged afterwards,
+        for their actual tokens."""
+        expected = num_chars = 0
         for text in prompts:
             if isinstance(text, str):
                 least = self._tokenizer.least_tokens(text)
                 if least > context:
                     raise too_long(param, least, context)
-                expected += least if len(text) >= _LONG_CHARS else 0
-        if expected:
+                expected += least
+                num_chars += len(text)
+        if num_chars >= _LONG_CHARS:
             charge(expected)
 
     async def _prompt_tokens(self, prompt: Prompt, context: int) -> list[int]:

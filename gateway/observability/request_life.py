@@ -107,6 +107,11 @@ class RequestLife:
             stream=job.stream,
         )
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it was computed: a token, or log probabilities of its prompts."""
+        return self.num_tokens > 0 or self.job.generations[0].admittance.taken
+
     def observe(self, piece: Piece, now: float) -> None:
         """Record a piece that has just arrived, and is about to be sent to the client."""
         choice = self._take_tokens(piece, now) if piece.num_tokens else self._choices.get(piece.choice)
@@ -151,7 +156,7 @@ class RequestLife:
         event = "failed"
         if cause is Cause.CANCELLED:
             event = "cancelled"
-        elif cause is Cause.CAPACITY and not self.num_tokens:
+        elif cause is Cause.CAPACITY and not self.begun:
             event = "refused"
         self._log(
             logging.WARNING if event == "failed" else logging.INFO,

@@ -29,11 +29,17 @@ class Refusal:
 
 @dataclass(slots=True)
 class Admittance:
-    """The admission decision of a request. Its prompts share it, and the first of them decides for all."""
+    """The admission of a request, which its prompts share: the first of them decides for all, those that begin late
+    included."""
 
     decided: bool = False
     refusal: Refusal | None = None
     """Why it was not admitted; None if it was, or is not decided."""
+    taken: bool = False
+    """Whether the client has got something of a prompt. If so, no worker refuses those that begin later for its queue's
+    length, and they wait until one takes them."""
+    opened_at: float | None = None
+    """Monotonic seconds at which the dispatcher received the first of its prompts: when its budget began."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +53,7 @@ class Generation:
     """Choices to generate; they are numbered from 0."""
     sampling: SamplingParams
     budget_s: float
-    """Most seconds that the whole generation may take."""
+    """Most seconds that the whole request may take."""
     tier: Tier = Tier.STANDARD
     tenant: str = ""
     """The request's tenant. Tenants within a tier share the workers evenly."""

@@ -11,7 +11,7 @@ from common.contract.messages.worker import TokenLogprobs
 from gateway.serving.generation import Delta
 from gateway.text.call_parser import CallDelta
 from gateway.text.detokenizer import Detokenizer, TokenDecoder
-from gateway.text.stop_strings import StopStrings
+from gateway.text.stop_strings import StopStrings, StopTables
 
 AnswerEnd: TypeAlias = FinishReason | Literal["tool_calls"]
 """Why a choice ended, as reported to the client."""
@@ -90,7 +90,7 @@ class ChoiceText:
         self,
         choice: int,
         tokenizer: TokenDecoder,
-        stops: tuple[str, ...],
+        stops: StopTables,
         min_tokens: int,
         echo: str = "",
         ends_unspelt: TokenDecoder | None = None,

@@ -2,7 +2,9 @@
 
 A byte-level token can end inside a character; a decoder then writes U+FFFD for the incomplete part. So the text is
 taken from a decode of the last few tokens, and its end is held back while it is U+FFFD, until further tokens or the
-end of the sequence settle it. The pieces, joined, equal the decode of the whole sequence.
+end of the sequence settle it. The pieces, joined, equal the decode of the whole sequence; but some decoders write
+U+FFFD for a whole run of bytes, earlier characters included, once a byte of it fits into none. What was emitted of such
+a run stays, and the decode begins anew with that byte.
 
     window    the tokens that are decoded; everything before them is settled and emitted
     [0, _boundary)  of the window: context only (a decoder may treat its first token specially); its text is emitted
@@ -38,6 +40,14 @@ class TokenDecoder(Protocol):
         ...
 
 
+class SpecialDecoder(TokenDecoder, Protocol):
+    """A decoder that can also spell special tokens out."""
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        ...
+
+
 class Detokenizer:
     """Decodes one growing sequence of tokens."""
 
@@ -57,6 +67,8 @@ class Detokenizer:
         """A clean position within the window, or 0."""
         self._given = len(text)
         """Characters of the window's text that were emitted."""
+        self._clean = text
+        """The window's text at the boundary."""
 
     def push(self, token_id: int) -> str:
         """Take the next token, and return the text that it settles: often one word, sometimes nothing."""
@@ -64,11 +76,14 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
+        if self._boundary == len(self._window) - 1 and _UNSETTLED in text and not text.startswith(self._clean):
+            self._window, self._boundary, self._given, self._clean = [token_id], 0, 0, ""
+            text = self._tokenizer.decode(self._window)
         settled = text.rstrip(_UNSETTLED)
         piece = text[self._given : len(settled)]
         self._given = max(self._given, len(settled))
         if text and len(settled) == len(text):
-            self._cut()
+            self._cut(text)
         elif len(self._window) - self._boundary > _GARBAGE_TOKENS:
             piece += self._give_up_garbage(text)
         return piece
@@ -76,16 +91,17 @@ class Detokenizer:
     def flush(self) -> str:
         """End the sequence, and return the rest of its text."""
         rest = self._tokenizer.decode(self._window)[self._given :]
-        self._window, self._boundary, self._given = [], 0, 0
+        self._window, self._boundary, self._given, self._clean = [], 0, 0, ""
         return rest
 
-    def _cut(self) -> None:
+    def _cut(self, text: str) -> None:
         """Note that the window's text ends cleanly; if the window is long, drop the tokens before the previous clean
         position."""
         if len(self._window) > _WINDOW_TOKENS:
             del self._window[: self._boundary]
-            self._given = len(self._tokenizer.decode(self._window))
-        self._boundary = len(self._window)
+            text = self._tokenizer.decode(self._window)
+            self._given = len(text)
+        self._boundary, self._clean = len(self._window), text
 
     def _give_up_garbage(self, text: str) -> str:
         """Cut a garbage window at a character boundary among its last tokens, and return the text settled by that.
@@ -99,7 +115,7 @@ class Detokenizer:
             if right and left + right == text:
                 piece = left[self._given :]
                 self._window = self._window[-num_right:]
-                self._boundary = 0
+                self._boundary, self._clean = 0, ""
                 self._given = max(0, self._given - len(left))
                 return piece
         return ""

@@ -7,17 +7,26 @@ be the beginning of a stop string.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+
+
+class StopTables:
+    """Stop strings, the longest first, with the table of each one's automaton. All choices of a request share them."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` must not contain empty strings, nor any of more than 65,535 characters."""
+        assert all(stops)
+        self.stops = tuple(sorted(stops, key=len, reverse=True))
+        self.fallbacks = [_fallbacks(stop) for stop in self.stops]
 
 
 class StopStrings:
     """Passes text on up to the first stop string (one Knuth-Morris-Pratt automaton for each string)."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` must not contain empty strings."""
-        assert all(stops)
-        self._stops = tuple(sorted(stops, key=len, reverse=True))
-        self._fallbacks = [_fallbacks(stop) for stop in self._stops]
+    def __init__(self, tables: StopTables) -> None:
+        self._stops = tables.stops
+        self._fallbacks = tables.fallbacks
         self._matched = [0] * len(self._stops)
         """For each stop string, how many of its leading characters the text so far ends with."""
         self._held = ""
@@ -58,9 +67,9 @@ class StopStrings:
         return complete
 
 
-def _fallbacks(stop: str) -> list[int]:
+def _fallbacks(stop: str) -> array[int]:
     """For each prefix of `stop`, the length of its longest proper suffix that is also a prefix of `stop`."""
-    table = [0] * len(stop)
+    table = array("H", bytes(2 * len(stop)))
     length = 0
     for index in range(1, len(stop)):
         while length and stop[index] != stop[length]:

@@ -14,7 +14,7 @@ from common.contract.messages.fields import FinishReason
 from gateway.serving.generation import Delta
 from gateway.text.choice_text import ChoiceText
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.stop_strings import StopStrings
+from gateway.text.stop_strings import StopStrings, StopTables
 from gateway.text.tokenizer import ModelTokenizer
 
 BYTE_LEVEL = tokenizer()
@@ -132,6 +132,22 @@ def test_a_character_that_stays_incomplete_ends_as_in_the_full_decode(cut: int) 
     assert "ab" + rest == byte_level().decode(token_ids)
 
 
+@pytest.mark.parametrize("cut", range(4, 9))
+def test_an_incomplete_character_takes_no_earlier_one_along(cut: int) -> None:
+    """The decoder writes U+FFFD for each byte of a run with a byte that fits into no character."""
+    byte_tokens = [BYTE_FALLBACK._backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀😀".encode()]
+    texts_, rest = pieces(BYTE_FALLBACK, byte_tokens[:cut])
+    assert "".join(texts_) + rest == ("😀😀" if cut == 8 else "😀" + "\ufffd" * (cut - 4))
+
+
+def test_a_stray_byte_changes_nothing_before_it_nor_behind_it() -> None:
+    backend = BYTE_FALLBACK._backend
+    word = backend.encode("hello", add_special_tokens=False).ids
+    stray = [backend.token_to_id(f"<0x{byte:02X}>") for byte in "漢字漢字".encode() + b"\xff"]
+    texts_, rest = pieces(BYTE_FALLBACK, [*word, *stray, *word])
+    assert "".join(texts_) + rest == "hello漢字漢字\ufffd hello"
+
+
 def naive(text: str, stops: list[str]) -> tuple[str, bool]:
     """The definition: the first character at which the text so far ends with a stop string, the longest of them."""
     for end in range(len(text) + 1):
@@ -149,7 +165,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, bool]:
 @example(["aab", "aab", "aac"], ["aabaac"])
 @example(["abcd"[:3]], ["abc", "bc"])
 def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str]) -> None:
-    finder = StopStrings(stops)
+    finder = StopStrings(StopTables(stops))
     out, seen, stopped = "", "", False
     for part in parts:
         passed, stopped = finder.push(part)
@@ -177,7 +193,7 @@ def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str])
 def test_a_choice_ends_at_its_first_stop_string(
     token_ids: list[int], stops: list[str], tokens_per_delta: int, finish_reason: FinishReason, min_tokens: int
 ) -> None:
-    choice = ChoiceText(0, BYTE_LEVEL, tuple(stops), min_tokens)
+    choice = ChoiceText(0, BYTE_LEVEL, StopTables(stops), min_tokens)
     out, num_tokens, reason = "", 0, None
     for start in range(0, len(token_ids), tokens_per_delta) or [0]:
         part = tuple(token_ids[start : start + tokens_per_delta])

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp.http_writer import StreamWriter
-from dispatcher_bench import Bench, D
+from dispatcher_bench import Bench, D, settle
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, encode, serve, tokenizer
 from tool_models import tokens_of, tool_tokenizer
 
@@ -19,6 +19,7 @@ from common.contract.messages.worker import Tokens
 from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta
 from gateway.text.answer_parts import AnswerParts, AnswerPlan
 from gateway.text.choice_text import ChoiceText, Piece
+from gateway.text.stop_strings import StopTables
 from gateway.text.tool_parsers import HermesParser
 
 HALF = encode("ж")[0]
@@ -129,7 +130,7 @@ def test_the_last_piece_waits_for_nothing() -> None:
     )
     for text, stops in [("hello the end of", (" end",)), (f"hello {call} and", ())]:
         for tokens_per_delta in (1, 1000):
-            choice = AnswerParts(ChoiceText(0, tool_tokenizer("hermes"), stops, 0), plan)
+            choice = AnswerParts(ChoiceText(0, tool_tokenizer("hermes"), StopTables(stops), 0), plan)
             token_ids = tokens_of(text)
             pieces: list[Piece] = []
             for start in range(0, len(token_ids), tokens_per_delta):
@@ -166,9 +167,9 @@ async def test_the_dispatcher_says_what_is_there() -> None:
     message = Tokens(request=key.request, attempt=1, choice=0, position=3, token_ids=(1,))
     for position in range(3):
         bench.say(D, replace(message, position=3 + position))
-    await asyncio.sleep(0.01)
+    await settle()
     bench.say(D, replace(message, position=6))
-    await asyncio.sleep(0.01)
+    await settle()
     bench.say(D, replace(message, position=7, finish_reason="stop"))
     assert [delta.more for delta in await task] == [True, True, False, False, True]  # after the last one: the end
     await bench.close()

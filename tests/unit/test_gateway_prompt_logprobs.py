@@ -143,6 +143,24 @@ async def test_what_the_tokenizer_puts_before_a_text_is_reported_and_has_no_text
     assert report["text_offset"][:2] == [0, 0]
 
 
+async def test_special_tokens_that_a_text_spells_out_have_their_text() -> None:
+    prompt = "hello</s>hello world"
+    ((text, report),) = await asked(ECHO | {"prompt": prompt, "max_tokens": 2}, ScriptedGenerator(), stream=False)
+    assert text.startswith(prompt)
+    assert report["tokens"][0] == "<s>"
+    assert "</s>" in report["tokens"]
+    for token, offset in zip(report["tokens"][1:], report["text_offset"][1:], strict=True):
+        assert text[offset:].startswith(token), (token, offset)
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+async def test_special_tokens_of_a_prompt_of_tokens_are_written_as_those_of_the_answer(skipped: bool) -> None:
+    body = ECHO | {"prompt": [BOS, *encode("hello")], "max_tokens": 0, "skip_special_tokens": skipped}
+    ((text, report),) = await asked(body, ScriptedGenerator(), stream=False)
+    assert text == ("hello" if skipped else "<s>hello")
+    assert report["text_offset"][:2] == ([0, 0] if skipped else [0, 3])
+
+
 async def test_the_openai_client_reads_them() -> None:
     async with openai_client(ScriptedGenerator(text=" a")) as client:
         answer = await client.completions.create(model="owner/tiny", prompt=TOKENS, echo=True, logprobs=1, max_tokens=1)
@@ -288,6 +306,8 @@ class _Decoder:
     def decode(self, token_ids: Any) -> str:
         text: str = byte_level().decode(list(token_ids))
         return text
+
+    decode_all = decode
 
     def has_text(self, token_id: int) -> bool:
         return True

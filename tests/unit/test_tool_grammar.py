@@ -20,6 +20,7 @@ from gateway.serving.generation import Delta
 from gateway.text.answer_parts import AnswerParts
 from gateway.text.choice_text import ChoiceText
 from gateway.text.dialect import Dialect, recognised
+from gateway.text.stop_strings import StopTables
 from gateway.web.http_errors import ApiError
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -53,7 +54,7 @@ def answer_to(form: ChatRequest, dialect: Dialect, prompt: str, tokens: list[int
     """Reasoning, text, calls and the reason for the end, as the client gets them."""
     plan = dialect.plan(prompt, [tool.function.name for tool in usable_tools(form)])
     assert plan is not None
-    parts = AnswerParts(ChoiceText(0, plan.decoder, (), 0), plan)
+    parts = AnswerParts(ChoiceText(0, plan.decoder, StopTables(()), 0), plan)
     pieces = parts.pieces(Delta(choice=0, token_ids=tuple(tokens), logprobs=None, finish_reason="stop"))
     calls: list[Any] = []
     for piece in pieces:
