@@ -15,9 +15,13 @@ _NUMBERS_AT_ONCE = 4096
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=list)
 
 
+_LINE_ENDS = {each: f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+"""What JSON may have as it is, and clients that cut a stream into lines as Python does take for the end of one."""
+
+
 def encode(payload: Mapping[str, object]) -> bytes:
     """Encode as JSON without spaces; an iterator becomes an array."""
-    return _JSON.encode(payload).encode()
+    return _encoded(payload)
 
 
 def encode_in_pieces(payload: object) -> Iterator[bytes]:
@@ -27,7 +31,7 @@ def encode_in_pieces(payload: object) -> Iterator[bytes]:
     match payload:
         case dict():
             for number, (name, value) in enumerate(payload.items()):
-                yield (b"," if number else b"{") + _JSON.encode(name).encode() + b":"
+                yield (b"," if number else b"{") + _encoded(name) + b":"
                 yield from encode_in_pieces(value)
             yield b"}" if payload else b"{}"
         case Iterator():
@@ -42,7 +46,7 @@ def encode_in_pieces(payload: object) -> Iterator[bytes]:
                 yield (b"," if start else b"[") + numbers[1:-1].encode()
             yield b"]"
         case _:
-            yield _JSON.encode(payload).encode()
+            yield _encoded(payload)
 
 
 class ChunkEncoder:
@@ -66,10 +70,18 @@ class ChunkEncoder:
         around = self._around.get(piece.choice)
         if around is None:
             around = self._around[piece.choice] = self._split(piece.choice)
-        return around[0] + _JSON.encode(piece.text).encode() + around[1]
+        return around[0] + _encoded(piece.text) + around[1]
 
     def _split(self, choice: int) -> tuple[bytes, bytes]:
         mark = secrets.token_hex(16)  # occurs nowhere else in the chunk
         piece = Piece(choice=choice, text=mark, num_tokens=1, reports=(), finish_reason=None)
         before, _, after = encode({**self._answer.chunk(piece, False), **self._rest}).partition(f'"{mark}"'.encode())
         return before, after
+
+
+def _encoded(value: object) -> bytes:
+    text = _JSON.encode(value)
+    if not text.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            text = text.replace(end, escaped)
+    return text.encode()

@@ -7,7 +7,7 @@ that can have such parts pass through it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -49,9 +49,20 @@ class AnswerParts:
         self._undecided: list[int] | None = [] if plan.reasons else None
         """Text offsets of tokens that may yet turn out to be reasoning; None once no further token can be."""
         self._calls = plan.calls(plan.names, plan.most_calls) if plan.calls is not None else None
+        self._by_token = plan.most_calls is not None
 
     def pieces(self, delta: Delta) -> Sequence[Piece]:
         """Take the choice's next delta, and return its pieces."""
+        if not self._by_token or len(delta.token_ids) <= 1:
+            return self._pieces(delta)
+        pieces: list[Piece] = []
+        for each in _token_by_token(delta):  # the choice may end with any of them
+            pieces += self._pieces(each)
+            if self.ended:
+                break
+        return pieces
+
+    def _pieces(self, delta: Delta) -> Sequence[Piece]:
         whole = self._text.push(delta)
         fields = self._fields(
             [(Part.ANSWER, whole.text)] if self._splitter is None else self._splitter.push(whole.text)
@@ -111,6 +122,18 @@ class AnswerParts:
             return None
         return CallTally(
             complete=calls.num_complete, cut=calls.num_begun - calls.num_complete, malformed=calls.num_malformed
+        )
+
+
+def _token_by_token(delta: Delta) -> Iterator[Delta]:
+    last = len(delta.token_ids) - 1
+    for index, token_id in enumerate(delta.token_ids):
+        yield Delta(
+            choice=delta.choice,
+            token_ids=(token_id,),
+            logprobs=None if delta.logprobs is None else delta.logprobs[index : index + 1],
+            finish_reason=delta.finish_reason if index == last else None,
+            more=delta.more or index < last,
         )
 
 

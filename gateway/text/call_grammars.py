@@ -16,7 +16,10 @@ SPACE: Final = r"[ \t\n\r]*"
 _BYTES: Final = LLTokenizer("byte")
 _STRING: Final = r'"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"'
 _ARGUMENTS: Final = rf'"(arguments|parameters)"{SPACE}:{SPACE}'
-_MEMBER: Final = rf'("(name|id|type)"{SPACE}:{SPACE}{_STRING}|{_ARGUMENTS}(null|{_STRING}))'
+_NUMBER: Final = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
+_KNOWN: Final = rf'("(name|id|type)"{SPACE}:{SPACE}{_STRING}|{_ARGUMENTS}(null|{_STRING}))'
+_OTHER: Final = rf"{SPACE},{SPACE}{_STRING}{SPACE}:{SPACE}({_STRING}|{_NUMBER}|true|false|null)"
+"""A member behind another one, behind a marker of calls: some models add members that mean nothing."""
 
 
 def read_on(matcher: LLMatcher, text: str) -> tuple[str, str]:
@@ -33,7 +36,7 @@ def pattern(regex: str) -> LLMatcher:
 
 def _arguments() -> LLMatcher:
     rules = [
-        r"SCALAR: STRING | /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null/",
+        f"SCALAR: STRING | /{_NUMBER}|true|false|null/",
         f"STRING: /{_STRING}/",
         *(f"{name}: /{SPACE}{mark}/" for name, mark in [("COMMA", ","), ("COLON", ":"), ("END", "}"), ("LAST", "]")]),
         r"S: /[ \t\n\r]+/",
@@ -50,9 +53,11 @@ def _arguments() -> LLMatcher:
     return LLMatcher(_BYTES, LLMatcher.grammar_from_lark("\n".join(rules)), log_level=0)
 
 
-HEAD: Final = pattern(rf"{SPACE}({_MEMBER}{SPACE},{SPACE})*({_ARGUMENTS}\{{|{_MEMBER}{SPACE}\}})")
+HEAD: Final = pattern(rf"{SPACE}({_ARGUMENTS}\{{|{_KNOWN}({_OTHER})*{SPACE}(\}}|,{SPACE}{_ARGUMENTS}\{{))")
 """A call's object behind its opening brace, up to where its arguments open an object, or whole."""
+BARE_HEAD: Final = pattern(rf"{SPACE}({_KNOWN}{SPACE},{SPACE})*({_ARGUMENTS}\{{|{_KNOWN}{SPACE}\}})")
+"""The same, where no marker says that an object is a call: answers in JSON are not to be held back."""
 ARGUMENTS: Final = _arguments()
 """A JSON object (RFC 8259) behind its opening brace."""
-REST: Final = pattern(rf"({SPACE},{SPACE}{_MEMBER})*{SPACE}\}}")
+REST: Final = pattern(rf"({_OTHER})*{SPACE}\}}")
 """A call's object behind its arguments."""

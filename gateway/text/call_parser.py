@@ -29,7 +29,7 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final, NoReturn, TypeAlias
 
 from llguidance import LLMatcher
 
@@ -37,8 +37,8 @@ from gateway.text.call_grammars import ARGUMENTS, HEAD, REST, read_on
 
 _PIECE_CHARS: Final = 256
 """Longest text read at a time. It is bounded because each opening copies the rest of the text."""
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=list, parse_int=str)
-"""Numbers are not read: Python bounds their digits."""
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=list, parse_int=float)
+"""Python bounds the digits of an int."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,7 @@ class CallParser:
     """Tags of the format; where these are special tokens, the text must contain their spelling."""
     opening: ClassVar[str]
     """String that a call, or several, begin with."""
+    head: ClassVar[LLMatcher] = HEAD
     before_call: ClassVar[LLMatcher]
     after_call: ClassVar[LLMatcher]
 
@@ -196,7 +197,7 @@ class CallParser:
 
     def _expect_head(self) -> None:
         self._held, self._in_doubt = ["".join(self._held)], True
-        self._expect(HEAD, self._end_head)
+        self._expect(self.head, self._end_head)
 
     def _end_head(self) -> None:
         self._head = self._object()
@@ -289,19 +290,26 @@ def _members(text: str) -> dict[str, object]:
 
 def _arguments(value: object, text: str, start: int) -> str:
     """A call's arguments: an object, which begins at `start` of the text, or the text of an object, or none."""
-    if value is None:
+    if value is None or value == "":
         return "{}"
-    if not isinstance(value, str):
+    if isinstance(value, list):
         return text[start : _DECODER.raw_decode(text, start)[1]]
     try:
-        value.encode()
-        if isinstance(json.loads(value), dict):
+        if isinstance(value, str) and value.encode() and isinstance(_STRICT.decode(value), dict):
             return value
     except (ValueError, RecursionError):
         pass
     raise NotACall
 
 
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
 def _pieces(text: str) -> list[str]:
     """The text in pieces, last piece first."""
     return [text[start : start + _PIECE_CHARS] for start in reversed(range(0, len(text), _PIECE_CHARS))]
+
+
+_STRICT: Final = json.JSONDecoder(parse_int=str, parse_constant=_no_number)
+"""JSON as RFC 8259 has it: no `NaN`."""

@@ -7,7 +7,7 @@ import secrets
 import string
 from typing import Final
 
-from gateway.text.call_grammars import ARGUMENTS, SPACE, pattern
+from gateway.text.call_grammars import ARGUMENTS, BARE_HEAD, SPACE, pattern
 from gateway.text.call_parser import CallParser
 
 _NAMED: Final = re.compile(r"\[TOOL_CALLS\]\s*([a-zA-Z0-9_.-]+)")
@@ -27,6 +27,7 @@ class Llama3Parser(CallParser):
 
     markers = ("<|python_tag|>",)
     opening = "<|python_tag|>"
+    head = BARE_HEAD
     before_call = pattern(SPACE + r"\{")
     after_call = pattern(rf"{SPACE};?{SPACE}\{{")
 

@@ -14,7 +14,22 @@ from gateway.answer.responses import ChatFormat, CompletionFormat, Heading
 from gateway.serving.generation import Generation
 from gateway.text.choice_text import Piece, TokenReport
 
-TEXTS = ["a", " the", '"', "\\", "\n\n", "\u2028", "é", "日本", "😀", "\x00", "</script>", "0" * 32, '"text":"']
+TEXTS = [
+    "a",
+    " the",
+    '"',
+    "\\",
+    "\n\n",
+    "\u2028",
+    "\u2029日\x85",
+    "é",
+    "日本",
+    "😀",
+    "\x00",
+    "</script>",
+    "0" * 32,
+    '"text":"',
+]
 
 
 def piece(text: str, choice: int = 0, **other: Any) -> Piece:
@@ -46,3 +61,4 @@ def test_chunks_are_those_of_the_format(answer_format: type, with_logprobs: bool
         encoded = chunks.encode(each, number < 2)
         assert encoded == encode(whole), each
         assert json.loads(encoded) == whole
+        assert len(encoded.decode().splitlines()) == 1, "some clients cut lines so"

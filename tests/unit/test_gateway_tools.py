@@ -174,6 +174,17 @@ async def test_one_call_ends_the_answer_where_there_may_be_no_more(stream: bool)
     assert generator.closed_early.is_set()
 
 
+async def test_no_token_behind_the_only_call_counts_however_many_come_at_once() -> None:
+    told = []
+    for number in (1, 3, 1000):
+        body: Any = {"tools": TOOLS, "parallel_tool_calls": False, "logprobs": True}
+        answer = await ask(scripted(TWO_CALLS, tokens_per_delta=number), **body)
+        assert answer.usage.completion_tokens == len(answer.choices[0].logprobs.content)
+        told.append([entry.token for entry in answer.choices[0].logprobs.content])
+    assert told[0] == told[1] == told[2]
+    assert len(told[0]) < len(tokens_of(TWO_CALLS))
+
+
 async def test_a_stop_string_ends_an_answer_within_a_call() -> None:
     answer = await ask(scripted(TWO_CALLS), tools=TOOLS, stop='lo", ')
     (choice,) = answer.choices

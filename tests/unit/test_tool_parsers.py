@@ -58,6 +58,10 @@ WELL_FORMED: list[tuple[type[CallParser], str, str, list[tuple[str, str]]]] = [
     (HermesParser, '<tool_call>{"name": "is-noon"}</tool_call>', "", [NOON]),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": null}</tool_call>', "", [NOON]),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "{}"}</tool_call>', "", [NOON]),
+    (HermesParser, '<tool_call>{"name": "is-noon", "arguments": ""}</tool_call>', "", [NOON]),
+    (HermesParser, f'<tool_call>{{"name": "get_weather", "x": "y", "n" : -1.5e3, "arguments": {WEATHER}}}', "", [CALL]),
+    (HermesParser, f'<tool_call>{{"arguments": {WEATHER}, "x": null, "name": "get_weather", "y":true}}', "", [CALL]),
+    (HermesParser, hermes().replace("}\n</tool_call>", ', "more": 5}\n</tool_call>'), "", [CALL]),
     (HermesParser, '<tool_call>{"id": "1", "type": "function", "name": "is-noon"}</tool_call>', "", [NOON]),
     (HermesParser, '<tool_call>{"name": "is\\u002dnoon"}</tool_call>', "", [NOON]),
     (HermesParser, hermes().removesuffix("\n</tool_call>") + "\n" + hermes("is-noon", "{}"), "", [CALL, NOON]),
@@ -111,7 +115,13 @@ NO_CALLS: list[tuple[type[CallParser], str]] = [
     (HermesParser, '<tool_call>{"arguments": {}}</tool_call>'),
     (HermesParser, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": 5}</tool_call>'),
+    (HermesParser, '<tool_call>{"name": "is-noon", "arguments": true}</tool_call>'),
+    (HermesParser, '<tool_call>{"name": "is-noon", "x": 1, "x": 1}</tool_call>'),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": [1]}</tool_call>'),
+    *(
+        (HermesParser, f'<tool_call>{{"name": "is-noon", "arguments": "{{\\"a\\": {number}}}"}}</tool_call>')
+        for number in ("NaN", "Infinity", "-Infinity")
+    ),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": nul}</tool_call>'),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "[1]"}</tool_call>'),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "{"}</tool_call>'),
@@ -125,6 +135,7 @@ NO_CALLS: list[tuple[type[CallParser], str]] = [
     (HermesParser, '<tool_call>{"' + "n" * 300 + '": "is-noon"}</tool_call>'),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "' + "\\" * 9),
     (HermesParser, '<tool_call>{"name": "is-noon", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+    (HermesParser, '<tool_call>{"type": "x", "name": 5}</tool_call>'),
     (Llama3Parser, '{"answer": 5}'),
     (Llama3Parser, '{"name": "Bob", "parameters": {"age": 5}}'),
     (Llama3Parser, 'Well: {"name": "is-noon", "parameters": {}}'),
@@ -191,9 +202,9 @@ def test_a_call_that_has_begun_is_cut_where_its_arguments_are_no_json(arguments:
 
 
 def test_what_follows_arguments_and_belongs_to_no_call_is_text() -> None:
-    extra = hermes().replace("}\n</tool_call>", ', "more": 5}\n</tool_call>')
+    extra = hermes().replace("}\n</tool_call>", ', "more": {}}\n</tool_call>')
     parser = HermesParser(NAMES)
-    assert parse(parser, extra) == (', "more": 5}\n</tool_call>', [CALL])
+    assert parse(parser, extra) == (', "more": {}}\n</tool_call>', [CALL])
     assert (parser.num_complete, parser.num_malformed) == (1, 0)
 
 
@@ -211,6 +222,12 @@ def test_deltas_come_as_the_text_does() -> None:
     assert parser.push('ty": 1}}\n') == [CallDelta(index=0, arguments='ty": 1}')]
     assert parser.push("</tool_call>\nx") == ["\nx"]
     assert parser.finish() == []
+
+
+def test_an_answer_in_json_is_not_held_back() -> None:
+    parser = Llama3Parser(NAMES)
+    assert parser.push('{"name": "Bob", ') == []
+    assert parser.push('"age": 5, "bio": "lo') == ['{"name": "Bob", "age": 5, "bio": "lo']
 
 
 def test_ids_are_drawn() -> None:
