@@ -49,7 +49,7 @@ from benchmarks.pinned_processes import (
 from benchmarks.process import Process
 from benchmarks.result_tables import FORWARDER
 from benchmarks.scripted_batch import Batch, Script, Sequence
-from gateway.access.connections import allow_descriptors
+from gateway.access.connections import allow_connections
 
 STREAMS = {1: 0.01, 100: 0.02, 1000: 0.2}
 """Number of open streams → seconds between a worker's steps at the moderate pace."""
@@ -255,7 +255,7 @@ def measure(
         raise UsageError(f"streams are some of {', '.join(map(str, STREAMS))}")
     core, *others = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, others or {core})
-    allow_descriptors(2 * max(STREAMS))
+    allow_connections(2 * max(STREAMS))
     gc.freeze()
     folder, found = model_folder(scratch), []
     tokens = tokens_with_text(folder)

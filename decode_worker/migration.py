@@ -1,7 +1,7 @@
 """Live migration: a running sequence moves from one decode worker to another by the pull protocol, in two stages.
 
     sink                                             source (draining)
-      │ AttachPrefix (names of all full blocks) ───────►│ goes on generating
+      │ AttachPrefix (names of full blocks) ───────────►│ goes on generating
       │◄────────────────────────── BlocksReady ─────────│
       │ READ, Settle, Settled                           │ goes on generating
       │ AttachSequence (what it has of the tokens) ────►│ the step in flight ends; the sequence is cut
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_request_id
-from common.contract.messages.fields import MAX_TOLD_TOKENS, Message
+from common.contract.messages.fields import MAX_PREFIX_BLOCKS, MAX_TOLD_TOKENS, Message
 from common.contract.messages.gateway import Decode
 from common.contract.messages.handoff import AttachSequence
 from common.contract.messages.worker import Cut, Moved, Tokens
@@ -216,7 +216,7 @@ class Arrivals:
         """Room is reserved: read ahead the blocks that the source has of the sequence now."""
         request = reservation.request
         arrival = self._arrivals[request] = _Arrival(request, reservation.block_ids, reservation.num_held)
-        names = request.chain.hashes[: len(request.work.token_ids) // self._block_size]
+        names = request.chain.hashes[: min(len(request.work.token_ids) // self._block_size, MAX_PREFIX_BLOCKS)]
         if len(names) <= reservation.num_held:
             self._attach(arrival)
             return

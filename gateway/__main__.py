@@ -34,7 +34,7 @@ from common.runtime.lifecycle import (
 from common.runtime.logs import configure_logging
 from common.runtime.resolver import Resolver
 from gateway.access.api_keys import Keyring
-from gateway.access.connections import ConnectionBounds, Listener, allow_descriptors
+from gateway.access.connections import ConnectionBounds, Listener, allow_connections
 from gateway.access.hosts import called_by
 from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, version
@@ -215,10 +215,10 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
     )
     runner = create_runner(app, shutdown_timeout_s=settings.shutdown_grace_s)
     await runner.setup()
-    admin_app = create_admin_app(dispatcher.links)
+    admin_app = create_admin_app(dispatcher.links, settings.admin_host)
     admin = web.AppRunner(admin_app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE_S)
     await admin.setup()
-    allow_descriptors(settings.max_connections)
+    allow_connections(settings.max_connections)
     bounds = ConnectionBounds(max_connections=settings.max_connections, header_timeout_s=settings.header_timeout_s)
     listener = Listener(runner, bounds, metrics, None if tls is None else tls.context)
     admin_listener = Listener(admin, _ADMIN_BOUNDS)

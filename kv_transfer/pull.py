@@ -28,7 +28,7 @@ from enum import StrEnum
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import LeaseId, RequestKey
-from common.contract.messages.fields import Message
+from common.contract.messages.fields import MAX_PREFIX_BLOCKS, Message
 from common.contract.messages.gateway import Source
 from common.contract.messages.handoff import (
     Attach,
@@ -45,6 +45,8 @@ from common.contract.messages.worker import PromptTimes, Tokens
 from common.runtime.state_tables import follow
 from kv_transfer.pull_times import PullTimes
 
+MAX_GAPS = 64
+"""Times that blocks may be missing of an offer that does not grow: at most as many messages as are on their way."""
 _OF_THE_SOURCE = {
     Cause.DRAINING: Cause.LEASE_LOST,
     Cause.TOO_LARGE: Cause.LEASE_LOST,
@@ -161,7 +163,7 @@ class Pull:
         offered: int | None = None,
         sequence: AttachSequence | None = None,
     ) -> None:
-        assert block_hashes is None or block_hashes, "a prefix of no blocks"
+        assert block_hashes is None or 1 <= len(block_hashes) <= MAX_PREFIX_BLOCKS, "a prefix that no message names"
         self._offered_attempt = key.attempt if offered is None else offered
         self._sequence = sequence
         self.key = key
@@ -187,9 +189,11 @@ class Pull:
         """The first tokens if they ended every choice, otherwise empty."""
         self.prompt_times: PromptTimes | None = None
         """How long the first tokens took, once the source has told."""
-        self.times: PullTimes | None = None
+        self.times = PullTimes()
         """Times of this pull. `Pulls` keeps them, because it has a clock."""
         self._attached = False
+        self._num_gaps = 0
+        """Times, since the offer has grown, that blocks were missing of it."""
 
     @property
     def quarantined(self) -> tuple[int, ...]:
@@ -251,7 +255,8 @@ class Pull:
         ):
             return self.abandon(Cause.TRANSFER, "the source sent checksums of some blocks only")
         if message.start > known:
-            return self.attach()
+            return self._attach_again()
+        self._num_gaps = 0 if end > known else self._num_gaps
         self.story.append(f"ready {end}")
         self._offered.extend(message.block_ids[known - message.start :])
         self._checksums.extend(checksums[known - message.start :])
@@ -300,7 +305,7 @@ class Pull:
             return self.abandon(None, "the first token ended the request")
         self._first_tokens = message.first_tokens
         if max(len(self._offered), self._num_requested) < (self.num_blocks or 0):
-            return self.attach()
+            return self._attach_again()
         return self._settle_if_read()
 
     def settled(self, message: Settled) -> list[PullAction]:
@@ -386,6 +391,14 @@ class Pull:
         if not self._attached or self._open_reads:
             return []
         return [ToSource(Detach(request=self.key.request, attempt=self.key.attempt))]
+
+    def _attach_again(self) -> list[PullAction]:
+        """Blocks are missing, since messages were lost. A source that leaves them out whenever it is asked is not
+        asked for ever."""
+        self._num_gaps += 1
+        if self._num_gaps > MAX_GAPS:
+            return self.abandon(Cause.TRANSFER, "the source leaves blocks out")
+        return self.attach()
 
     def _attach(self) -> ToSource:
         request, attempt = self.key

@@ -49,7 +49,6 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.pull import Abandoned, Admit, Pull, PullAction, PullState, ReadBlocks, Release, ToSource, WantBlocks
-from kv_transfer.pull_times import PullTimes
 from kv_transfer.transport import ReadId
 
 log = logging.getLogger(__name__)
@@ -142,7 +141,6 @@ class Pulls:
         """
         assert pull.key.request not in self._pulls, f"{pull.key} is pulled already"
         self._pulls[pull.key.request] = (pull, fits)
-        pull.times = PullTimes()
         found = self._sources.get(pull.source.address)
         if found is None and (address := self._address_of(pull.source.incarnation)) is not None:
             pull.source, found = replace(pull.source, address=address), self._sources[address]
@@ -157,7 +155,6 @@ class Pulls:
 
         The blocks belong to the pull until `Pulled` or `Released`.
         """
-        assert pull.times is not None
         pull.times.reserved_at = self._clock()
         self._do(pull, pull.reserve(block_ids, num_held))
 
@@ -238,13 +235,23 @@ class Pulls:
     def _on_read(self, event: ReadEnded) -> None:
         read = self._reads.pop(event.read_id)
         pull = read.pull
-        assert pull.times is not None
         pull.times.read_ended(self._clock())
         present = self._agents.get(pull.source.incarnation)
+        if event.error is None:
+            self._renew_behind(event.read_id, pull)
         if event.error is not None and present is not None and read.agent == present:
             # Its connection may be broken for good. The next pull gets a new one.
             self._replace_agent(pull.source.incarnation)
         self._do(pull, pull.read_done(read.start, event.error))
+
+    def _renew_behind(self, ended: ReadId, pull: Pull) -> None:
+        """The reads that were begun after one that has ended may have waited for it: their time begins now."""
+        now = self._clock()
+        for read_id, read in self._reads.items():
+            if read_id > ended and read.pull.source == pull.source:
+                read.since = now
+                if read.pull in self._quarantine:
+                    self._quarantine[read.pull] = now
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
@@ -294,7 +301,6 @@ class Pulls:
     def _read(self, pull: Pull, wanted: ReadBlocks, now: float) -> None:
         read_id, source = ReadId(next(self._read_ids)), pull.source.incarnation
         self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source), now)
-        assert pull.times is not None
         pull.times.read_begun(len(wanted.sink_blocks) * self._block_bytes, now)
         self._emit(StartRead(read_id, source, wanted.source_blocks, wanted.sink_blocks, wanted.checksums))
 
@@ -308,14 +314,11 @@ class Pulls:
             del self._pulls[pull.key.request]
 
     def _note(self, pull: Pull, now: float) -> None:
-        """Note the times of a pull's progress. A pull that is given up before it began has no times."""
-        times = pull.times
-        if times is None:
-            return
+        """Note the times of a pull's progress."""
         if pull.told:
-            times.told(now)
-        if pull.state is PullState.SETTLING and times.read_at is None:
-            times.read_at = now
+            pull.times.told(now)
+        if pull.state is PullState.SETTLING and pull.times.read_at is None:
+            pull.times.read_at = now
 
     def _has(self, pull: Pull) -> bool:
         return self._pulls.get(pull.key.request, (None, None))[0] is pull

@@ -12,6 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+import zmq
+
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
@@ -121,9 +123,14 @@ class SourceLinks:
             log.warning("refused to connect to %s (%s): %s", address, found, why)
             self._give_up(address, Cause.TRANSFER, why)
             return
-        client = ControlClient(
-            self._context, address, self._me, self, self._clock, self._pulse, self._keys, endpoint=f"{found}:{port}"
-        )
+        try:
+            client = ControlClient(
+                self._context, address, self._me, self, self._clock, self._pulse, self._keys, endpoint=f"{found}:{port}"
+            )
+        except zmq.ZMQError as error:  # no file descriptor is left
+            log.warning("no link to %s can be made: %s", address, error)
+            self._give_up(address, Cause.TRANSFER, f"no link to it can be made: {error}")
+            return
         self._links[address].client = client
         await client.run()
 

@@ -26,21 +26,25 @@ from zmq.utils.monitor import recv_monitor_message
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
+from common.runtime.channel import MAX_SOCKETS
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import EVERYWHERE, PeerNetworks
 from kv_transfer.regions import Region
 from kv_transfer.routes import ReadRoute, Way
 from kv_transfer.transport import Read, ReadState, pack_metadata, require_pairs, unpack, unpack_metadata
 
-PIECE_BYTES = 2**20
-"""Most bytes of blocks in one message."""
+PIECE_BYTES = 2**18
+"""Most bytes of blocks in one message. A connection on which no message is complete for a second counts as lost, so
+this is also the least that must arrive in a second."""
+MAX_PIECE_BYTES = 2**20
+"""Most bytes that a source answers with at once."""
 MAX_BLOCKS_PER_PIECE = 4096
-MAX_PIECES_ASKED = 8
+MAX_PIECES_ASKED = 16
 """Most pieces on their way from one source to one sink."""
-MAX_ANSWERS_QUEUED = 8 * MAX_PIECES_ASKED
+MAX_ANSWERS_QUEUED = 4 * MAX_PIECES_ASKED
 """Most answers queued for one sink, as ZeroMQ counts them; further ones are dropped. ZeroMQ subtracts answers that have
 left in batches of half this number. So the count stays below that half plus `MAX_PIECES_ASKED`."""
-MAX_PIECES_PER_POLL = 16
+MAX_PIECES_PER_POLL = 64
 """Most pieces copied from one source in one `poll`; this takes about 3 ms."""
 MAX_HEADER_BYTES = 2**16
 """Most bytes of a request, and of the header of an answer."""
@@ -73,7 +77,9 @@ class _Metadata:
 
     incarnation: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
     # An address, not a name: a name that does not resolve would never connect, and ZMQ would not say so.
-    endpoint: Annotated[str, Field(strict=True, max_length=64, pattern=r"^tcp://(\d{1,3}(\.\d{1,3}){3}):\d{1,5}$")]
+    endpoint: Annotated[
+        str, Field(strict=True, max_length=64, pattern=r"^tcp://([0-9]{1,3}(\.[0-9]{1,3}){3}):[0-9]{1,5}$")
+    ]
     token: Annotated[bytes, Field(strict=True, min_length=16, max_length=64)]
     num_blocks: _Size
     block_bytes: _Size
@@ -133,6 +139,7 @@ class ZmqTransport:
         self._region = region
         self._incarnation = incarnation
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._sources: dict[Incarnation, _Metadata] = {}
         self._links: dict[Incarnation, _Link] = {}
         self._server = _Server(self._context, region, host, keys)
@@ -167,9 +174,11 @@ class ZmqTransport:
             raise TransferError(f"transport metadata of {theirs.incarnation}, not of {source}")
         if theirs.block_bytes != self._region.block_bytes:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
+        if not 1 <= int(theirs.endpoint.rpartition(":")[2]) < 2**16:
+            raise TransferError(f"{source} is at {theirs.endpoint}, which has no such port")
         if not self._peers.admit(theirs.endpoint.removeprefix("tcp://").rpartition(":")[0]):
             raise TransferError(f"blocks of {source} at {theirs.endpoint}, not within --peer-networks ({self._peers})")
-        self._links[source] = _Link(self._context, self._region, theirs, self._keys)
+        self._links[source] = self._link(theirs)
         self._sources[source] = theirs
 
     def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
@@ -180,7 +189,7 @@ class ZmqTransport:
         require_pairs(theirs.num_blocks, source_blocks, self._region.num_blocks, sink_blocks)
         self._poll_link(source)  # it may have broken while nothing was read
         if source not in self._links:
-            self._links[source] = _Link(self._context, self._region, theirs, self._keys)
+            self._links[source] = self._link(theirs)
         read = Read(source, len(sink_blocks))
         self._links[source].start(read, source_blocks, sink_blocks)
         return read
@@ -205,6 +214,13 @@ class ZmqTransport:
             self.drop_source(source)
         self._context.term()  # wakes the server, and returns when it has closed its socket
         self._server.join()
+
+    def _link(self, theirs: _Metadata) -> _Link:
+        """A connection to a source. Raises `TransferError` if there can be none, as without a file descriptor."""
+        try:
+            return _Link(self._context, self._region, theirs, self._keys)
+        except zmq.ZMQError as error:
+            raise TransferError(f"no connection to {theirs.endpoint} can be made: {error}") from error
 
     def _poll_link(self, source: Incarnation) -> None:
         link = self._links.get(source)
@@ -259,8 +275,16 @@ class _Link:
             self._socket.set(option, value)
         if keys is not None:
             keys.client(self._socket)
-        self._events = self._socket.get_monitor_socket(_LOST)
-        self._socket.connect(theirs.endpoint)
+        try:
+            self._events = self._socket.get_monitor_socket(_LOST)
+        except zmq.ZMQError:
+            self._socket.close(0)
+            raise
+        try:
+            self._socket.connect(theirs.endpoint)
+        except zmq.ZMQError:
+            self.destroy()
+            raise
 
     def start(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> None:
         """Queue `read` behind the others, and ask for as many pieces as may be on their way."""
@@ -413,7 +437,7 @@ class _Server:
         if not hmac.compare_digest(request.token, self.token):
             raise TransferError("wrong token")
         stop = request.start + request.length
-        if stop > self._region.block_bytes or request.length * len(request.block_ids) > PIECE_BYTES:
+        if stop > self._region.block_bytes or request.length * len(request.block_ids) > MAX_PIECE_BYTES:
             raise TransferError(f"bytes [{request.start}, {stop}) of {len(request.block_ids)} blocks")
         return b"".join(self._region.read(block_id, request.start, stop) for block_id in request.block_ids)
 

@@ -20,6 +20,9 @@ from prefill_worker.request import PrefillRequest, PromptState
 _LATENCY_S = 0.005
 """Fixed seconds of a pull, whatever its size: attach, offer, start of the read, settle."""
 _FIRST_GUESS_BYTES_PER_S = 1e9
+_MOST_BYTES_PER_S = 1e12
+"""No block is taken to be faster, however short pulls are: else many of them would make pulls look free, and as many
+slow ones would be needed to show that they are not."""
 _OBSERVATION_WEIGHT = 0.2
 _MAX_RATIO = 4.0
 """Largest factor by which an observation may differ from the estimate; a larger one is clipped. The first read from a
@@ -64,6 +67,7 @@ class PrefixPulls:
         self._when = when
         self._costs = costs
         self._s_per_block = block_bytes / _FIRST_GUESS_BYTES_PER_S
+        self._least_s_per_block = block_bytes / _MOST_BYTES_PER_S
         self._pulls: dict[RequestKey, PrefixPull] = {}
         self.num_tokens_pulled = 0
         """Prompt tokens that were pulled instead of computed."""
@@ -100,7 +104,7 @@ class PrefixPulls:
         compute_s = num_new * self._block_size * self._costs.prompt_s_per_token
         if self._when == "cost" and pull_s >= compute_s:
             if compute_s > _LATENCY_S:  # else it is too short at any speed
-                self._s_per_block *= _FORGETTING
+                self._s_per_block = max(self._least_s_per_block, self._s_per_block * _FORGETTING)
             return None
         key = RequestKey(new_request_id(), 1)
         pull = Pull(key, hint.source, request.block_hashes[:end])
@@ -137,7 +141,7 @@ class PrefixPulls:
 
     def _observe(self, s_per_block: float) -> None:
         old = self._s_per_block
-        seen = min(max(s_per_block, old / _MAX_RATIO), old * _MAX_RATIO)
+        seen = min(max(s_per_block, old / _MAX_RATIO, self._least_s_per_block), old * _MAX_RATIO)
         self._s_per_block = old + _OBSERVATION_WEIGHT * (seen - old)
 
     def _end(self, pull: Pull, now: float) -> PrefixPull:

@@ -23,6 +23,7 @@ from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings, load
 from common.runtime.curve import CurveKeys
 from common.runtime.daemon_threads import DaemonThreads
+from common.runtime.descriptors import allow_descriptors
 from common.runtime.lifecycle import (
     Announcer,
     collector_paused,
@@ -41,6 +42,8 @@ from common.runtime.worker_packages import require_worker_packages
 
 log = logging.getLogger(__name__)
 
+_DESCRIPTORS = 2**16
+"""Open files that a worker asks for: some nine for each worker that it pulls from."""
 _DRAIN_LOOK_S = 0.02
 """Seconds between two checks whether a worker that leaves is drained."""
 
@@ -128,8 +131,11 @@ def run_worker(
     `make_worker(settings, host, model folder)` is called once the ports are bound and the model is found; it may raise
     `OperatorError` or `TransferError`. It is the first to import torch.
     """
-    # OpenMP reads it when torch is loaded. Its threads would spin on cores for which other threads have work.
+    # OpenMP reads these when torch is loaded. Its threads would spin on cores for which other threads have work, and it
+    # would bind the thread that loads it, and so all that this one starts, to the first core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
+        os.environ.pop(name, None)
     restart_with(with_large_pages(os.environ))
 
     async def make(settings: _Settings, host: WorkerHost) -> Worker:
@@ -160,6 +166,7 @@ def run_worker(
         settings = load(settings_type, program, sys.argv[1:])
         configure_logging(settings.log_level, program, settings.log_format)
         end_with_parent(settings.end_with_parent)
+        allow_descriptors(_DESCRIPTORS)
         require_worker_packages(settings.transport, settings.device)
         guard_allocator(settings.device)  # before the model is loaded; `auto` is known only then
         guard_memory(settings)

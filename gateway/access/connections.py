@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
 import socket
 import ssl
 from collections import Counter
@@ -25,6 +24,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from common.runtime.descriptors import allow_descriptors
 from gateway.observability.metrics import GatewayMetrics
 from gateway.web.http_errors import ApiError, from_http, internal_error
 
@@ -365,15 +365,12 @@ def _host(address: Any) -> str:
     return str(address[0]) if address else ""
 
 
-def allow_descriptors(max_connections: int) -> None:
-    """Raise the process's limit of open files to what `max_connections` need, as far as the system permits."""
+def allow_connections(max_connections: int) -> None:
+    """Let the process have as many files open as `max_connections` need; warn if the system does not."""
     needed = max_connections + _SPARE_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= needed:
-        return
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
-    if hard < needed:
-        _LOG.warning("%d connections need %d open files, and the system allows %d", max_connections, needed, hard)
+    allowed = allow_descriptors(needed)
+    if allowed < needed:
+        _LOG.warning("%d connections need %d open files, and the system allows %d", max_connections, needed, allowed)
 
 
 def _raw_response(error: ApiError) -> bytes:

@@ -14,11 +14,11 @@ from gateway.dispatch.links import Links
 from gateway.operators.admin_guard import MAX_BODY_BYTES, admin_guard
 
 
-def create_admin_app(links: Links) -> web.Application:
+def create_admin_app(links: Links, host: str) -> web.Application:
     """The app with `GET /workers`, `POST /workers/{id}/drain`, `POST /workers/{id}/resume`; a worker's id is its
-    address."""
+    address. `host` is where it will listen."""
     admin = _Admin(links)
-    app = web.Application(middlewares=[admin_guard], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[admin_guard(host)], client_max_size=MAX_BODY_BYTES)
     app.router.add_get("/workers", admin.workers)
     app.router.add_post("/workers/{id}/drain", admin.drain)
     app.router.add_post("/workers/{id}/resume", admin.resume)

@@ -3,8 +3,8 @@
 Whoever reaches the port may do anything, and the operator's browser reaches it. So a page's request must come from the
 same host that it is sent to, whatever the port, and that host must be an IP address or `localhost`. A foreign page has
 another origin; a page whose name resolves to this host (DNS rebinding) has a name. Clients that are not browsers send
-no `Origin` and are admitted. A page that only reads from its own origin sends none either, so after DNS rebinding it
-can still read.
+no `Origin` and are admitted. A page that only reads from its own origin sends none either: on a loopback address its
+name gives it away.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from gateway.access.cors import Cors
+from gateway.access.hosts import Hosts, called_by
 from gateway.access.http_guard import as_api_error
 from gateway.web.host_names import is_address
 from gateway.web.http_errors import ApiError, from_http
@@ -23,16 +24,24 @@ from gateway.web.http_errors import ApiError, from_http
 MAX_BODY_BYTES: Final = 2**16
 
 
-@web.middleware
-async def admin_guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The middleware to install in the application: refuses foreign pages, and answers every error as JSON."""
-    origin = request.headers.get("Origin")
-    if origin is not None and not is_own(origin, request.headers.get("Host", "")):
-        return ApiError(403, "requests of this web page are not taken", code="foreign_origin").response(1)
-    cors = Cors(() if origin is None else (origin,))
-    response = cors.preflight(request) if cors.is_preflight(request) else await _respond(request, handler)
-    response.headers.update(cors.headers(request))
-    return response
+def admin_guard(host: str) -> Middleware:
+    """The middleware to install in the application on `host`: refuses foreign pages, and answers every error as
+    JSON."""
+    hosts = Hosts(called_by((), host=host, has_keys=False))
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        origin = request.headers.get("Origin")
+        if origin is not None and not is_own(origin, request.headers.get("Host", "")):
+            return ApiError(403, "requests of this web page are not taken", code="foreign_origin").response(1)
+        if hosts.refuses(request.headers.get("Host")):
+            return ApiError(403, "the admin port is not known by the name in Host", code="foreign_host").response(1)
+        cors = Cors(() if origin is None else (origin,))
+        response = cors.preflight(request) if cors.is_preflight(request) else await _respond(request, handler)
+        response.headers.update(cors.headers(request))
+        return response
+
+    return guard
 
 
 def is_own(origin: str, host: str) -> bool:

@@ -38,8 +38,10 @@ class FakeDispatcher:
 
 
 @asynccontextmanager
-async def admin(dispatcher: FakeDispatcher) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
-    runner = web.AppRunner(create_admin_app(dispatcher))  # type: ignore[arg-type]
+async def admin(
+    dispatcher: FakeDispatcher, host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+    runner = web.AppRunner(create_admin_app(dispatcher, host))  # type: ignore[arg-type]
     await runner.setup()
     listener = Listener(runner, ConnectionBounds())
     try:
@@ -157,3 +159,25 @@ async def test_every_error_is_json() -> None:
             assert response.status == 500
             assert "secret" not in json.dumps(await response.json())
     assert dispatcher.told == []
+
+
+@pytest.mark.parametrize(
+    ("listens_at", "named", "status"),
+    [
+        ("127.0.0.1", "evil.example", 403),
+        ("127.0.0.1", "evil.example:9000", 403),
+        ("127.0.0.1", "localhost:9000", 200),
+        ("127.0.0.1", "127.0.0.1", 200),
+        ("localhost", "[::1]:9000", 200),
+        ("0.0.0.0", "gateway-0.internal:9000", 200),
+    ],
+)
+async def test_a_page_whose_name_is_made_this_machines_reads_nothing(listens_at: str, named: str, status: int) -> None:
+    """Its requests are of its own origin, and so have no `Origin`."""
+    async with (
+        admin(FakeDispatcher(), listens_at) as (url, session),
+        session.get(f"{url}/workers", headers={"Host": named}) as response,
+    ):
+        assert response.status == status
+        if status == 403:
+            assert_error(await response.json(), None, "foreign_host")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -108,11 +109,29 @@ async def test_hellos_do_not_wait_for_a_connection_that_cannot_be_made(net: Net)
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", 0))  # does not listen
         port = taken.getsockname()[1]
-    client = net.client(f"127.0.0.1:{port}", BRISK, clock=monotonic)
-    async with asyncio.timeout(WAIT_S):
-        while client.link._hellos < 40:
-            await asyncio.sleep(0.01)
-    worker = net.worker(port=port)
+        client = net.client(f"127.0.0.1:{port}", BRISK, clock=monotonic)
+        async with asyncio.timeout(WAIT_S):
+            while client.link._hellos < 40:
+                await asyncio.sleep(0.01)
+        worker = net.worker(port=port)
     await client.opened()
     first = worker.hellos[0].number
     assert first > 20, f"{first} was sent long ago"
+
+
+async def test_a_connection_whose_host_is_gone_does_not_stay(net: Net) -> None:
+    """The worker has nothing to say to it, so its system has to look whether somebody is there."""
+    worker = net.worker()
+    port = int(worker.address.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await reader.readexactly(1)  # ZeroMQ's greeting: it has set its connection up
+
+    def timers() -> set[str]:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        mine = [row for row in rows if int(row[1].partition(":")[2], 16) == port and row[3] == "01"]
+        return {row[5].partition(":")[0] for row in mine}
+
+    async with asyncio.timeout(WAIT_S):
+        while timers() != {"02"}:  # that of keepalive
+            await asyncio.sleep(0.05)
+    writer.close()

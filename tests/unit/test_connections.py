@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, Server, assert_error, serve, settings
 
-from gateway.access.connections import ConnectionBounds, allow_descriptors
+from gateway.access.connections import ConnectionBounds, allow_connections
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 TIMEOUT_S = 30.0
@@ -561,11 +561,11 @@ def test_descriptors_for_every_connection() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (5000, before[1]))
-        allow_descriptors(100)
+        allow_connections(100)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 5000
-        allow_descriptors(1000)
+        allow_connections(1000)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 5352
-        allow_descriptors(2 * before[1])
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+        allow_connections(2 * before[1])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

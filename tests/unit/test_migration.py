@@ -208,6 +208,21 @@ def test_without_names_everything_is_read_in_the_second_stage(why: str) -> None:
     assert no_token_was_computed_twice(world)
 
 
+def test_the_first_stage_names_no_more_blocks_than_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration_module, "MAX_PREFIX_BLOCKS", 2)
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, 6)
+    world.gateway.move(old, d1)
+    world.deliver()
+    assert d1.reads.num_blocks_read == 2
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.core.arrivals.num_tail_blocks > 1
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
 def test_a_sequence_of_less_than_a_block_moves_in_one_stage() -> None:
     world = World()
     d0, d1 = first(world), second(world)

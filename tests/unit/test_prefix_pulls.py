@@ -106,3 +106,11 @@ def test_prefixes_that_are_too_short_teach_nothing() -> None:
 def test_the_setting_decides_alone(when: When, expected: bool) -> None:
     made = pulls(token_s=1e-9, when=when)
     assert [pull(made, 0.03) for _ in range(10)] == [expected] * 10
+
+
+def test_many_short_pulls_do_not_make_pulls_free() -> None:
+    """After days of them, the network is congested, or a source is reachable by TCP only."""
+    made = pulls()
+    assert all(pull(made, 0.004) for _ in range(5000))
+    assert made.token_s > 0
+    assert sum(pull(made, 0.8) for _ in range(200)) < 50

@@ -25,6 +25,7 @@ from common.contract.messages.handoff import (
 )
 from common.contract.messages.worker import Tokens
 from kv_transfer.pull import (
+    MAX_GAPS,
     Abandoned,
     Admit,
     Pull,
@@ -672,3 +673,24 @@ def test_a_source_without_the_prefix_ends_the_pull(prefix: Pull) -> None:
     prefix.attach()
     actions = prefix.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.LEASE_LOST, message="not here"))
     assert gave_up(actions) is Cause.LEASE_LOST
+
+
+@pytest.mark.parametrize("leaves_out", ["the first block", "the last one"])
+def test_a_source_that_leaves_blocks_out_is_not_asked_for_ever(pull: Pull, leaves_out: str) -> None:
+    pull.attach()
+    pull.blocks_ready(ready(0, 10))
+    asked = 0
+    for _ in range(2 * MAX_GAPS):
+        answer = pull.blocks_ready(ready(2, 12)) if leaves_out == "the first block" else pull.prefill_done(done(None))
+        asked += sent(answer) == [Attach]
+    assert asked == MAX_GAPS
+    assert state_of(pull) is PullState.ABANDONED
+
+
+def test_messages_that_were_lost_now_and_then_end_no_pull(pull: Pull) -> None:
+    pull.attach()
+    pull.blocks_ready(ready(0, 10, num_blocks=3 * MAX_GAPS))
+    for start in range(1, 2 * MAX_GAPS):
+        assert sent(pull.blocks_ready(ready(start + 1, 12, num_blocks=3 * MAX_GAPS))) == [Attach]
+        assert sent(pull.blocks_ready(ready(0, *range(10, 11 + start), num_blocks=3 * MAX_GAPS))) == []
+    assert state_of(pull) is PullState.OFFERED

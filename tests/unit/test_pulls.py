@@ -538,6 +538,22 @@ async def test_a_read_that_never_ends_is_given_up(net: Net) -> None:
     assert net.transport.calls == [("add", source), ("drop", source), ("add", source)], "once for the source"
 
 
+async def test_a_read_that_waits_for_others_of_its_source_is_not_given_up(net: Net) -> None:
+    """They share one connection. What counts is that nothing has ended for so long."""
+    pull = await net.reading()
+    source = net.source.incarnation
+    net.now += 0.9 * READ_BOUND_S
+    net.transport.reads[0].finish()
+    await net.until(lambda: net.counts[1] == 1)
+    net.pulls.tick(net.now + 0.9 * READ_BOUND_S)
+    await net.source.hear_all()
+    assert net.transport.calls == [("add", source)]
+    net.pulls.tick(net.now + READ_BOUND_S + 0.1)
+    gave_up = [event for event in [await net.worker.next() for _ in range(2)] if event[0] == "gave up"]
+    assert gave_up == [("gave up", pull, Cause.TRANSFER)]
+    await net.until(lambda: net.transport.calls == [("add", source), ("drop", source), ("add", source)])
+
+
 async def test_closing_ends_every_read(net: Net) -> None:
     pull = await net.reading()
     await net.transfers.close()

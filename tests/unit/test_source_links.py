@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 from collections.abc import AsyncIterator, Collection
 from ipaddress import IPv4Network
 
 import pytest
+import zmq
 from played_source import FINGERPRINT, WAIT_S, PlayedSource
 
 from common.contract.errors import Cause
@@ -113,6 +115,19 @@ async def test_a_link_opens_at_first_need_and_is_kept(net: Net) -> None:
         net.source.incarnation,
         Detach(request=KEY.request, attempt=KEY.attempt),
     )
+
+
+async def test_a_link_that_cannot_be_made_fails_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file descriptor is left."""
+
+    def no_descriptors(*_: object, **__: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr("kv_transfer.source_links.ControlClient", no_descriptors)
+        net.links.need(net.address)
+        assert await net.events.next() == ("lost", net.address, None, Cause.TRANSFER)
+    await net.opened()
 
 
 async def test_a_pull_that_ends_while_a_session_opens_is_detached(net: Net) -> None:

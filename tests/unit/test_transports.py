@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import random
 import re
+import socket
 import sys
 import threading
 import time
@@ -42,6 +44,7 @@ from kv_transfer.ucx_log import UcxLog
 from kv_transfer.zmq_transport import (
     MAX_ANSWERS_QUEUED,
     MAX_BLOCKS_PER_PIECE,
+    MAX_PIECE_BYTES,
     MAX_PIECES_ASKED,
     PIECE_BYTES,
     ZmqTransport,
@@ -376,6 +379,7 @@ def test_bad_metadata_is_refused(pair: Callable[..., Pair], kind: str) -> None:
         bad += [spoil(good, num_blocks=2**30)]  # beyond the memory that the agent registered
     else:
         bad += [spoil(good, endpoint=endpoint) for endpoint in ("ipc://x", "tcp://no-such-host:1", "tcp://127.0.0.1")]
+        bad += [spoil(good, endpoint=f"tcp://127.0.0.1:{port}") for port in ("\u0663\u0663", "0", "65536", "99999")]
         bad += [spoil(good, token=b"")]
     for blob in bad:
         with pytest.raises(TransferError):
@@ -473,7 +477,7 @@ def test_zmq_refuses_device_memory_and_addresses_that_are_not_here() -> None:
         ({"block_ids": [8]}, "block 8 of a cache of 8"),
         ({"start": 1}, "bytes"),
         ({"length": 2**30}, "bytes"),
-        ({"block_ids": [0] * (PIECE_BYTES // 4096 + 1)}, "bytes"),
+        ({"block_ids": [0] * (MAX_PIECE_BYTES // 4096 + 1)}, "bytes"),
         ({"block_ids": [-1]}, None),
         ({"block_ids": []}, None),
         ({"block_ids": "0"}, None),
@@ -524,10 +528,11 @@ def test_no_answer_that_was_asked_for_is_dropped(monkeypatch: pytest.MonkeyPatch
 
     ZeroMQ drops what is above the mark, and counts as queued what it does not know to have left. It is told in batches
     of half the mark, and looks for that when it waits for a request or else about once a millisecond: a server with
-    work enough, because of its other sinks, counts far more than the eight answers that this sink may miss. Before the
-    server looked by itself, this test lost an answer in each of six runs at a mark of 16, in four of six at 64, and a
-    real server with 2 to 8 busy sinks up to 6 of 16,000 at 16: the faster the machine, the more. Since it looks, the
-    count is at most 8 that the sink misses and 7 that ZeroMQ keeps to itself, at a mark of 16: none is dropped there.
+    work enough, because of its other sinks, counts far more than the answers that this sink may miss. Before the
+    server looked by itself, with 8 pieces asked for, this test lost an answer in each of six runs at a mark of 16, in
+    four of six at 64, and a real server with 2 to 8 busy sinks up to 6 of 16,000 at 16: the faster the machine, the
+    more. Since it looks, the count is at most 16 that the sink misses and 15 that ZeroMQ keeps to itself, at a mark of
+    32: none is dropped there.
     """
     monkeypatch.setattr(zmq_transport, "MAX_ANSWERS_QUEUED", mark)
     cache = Cache(1, 64)
@@ -715,6 +720,90 @@ def test_a_source_that_is_not_there_fails_the_read(lied_to: tuple[Liar, ZmqTrans
         poll_to_end(read, sink)
         assert read.state is ReadState.FAILED
         assert "lost" in read.error
+
+
+def test_a_connection_that_cannot_be_made_fails_its_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no sockets, or descriptors, for more. Nothing is left of it."""
+    monkeypatch.setattr(zmq_transport, "MAX_SOCKETS", 8)
+    liar = Liar()
+    sink = ZmqTransport(Cache(1, PIECE_BYTES).region, new_incarnation(), "127.0.0.1")
+    sources = [new_incarnation() for _ in range(5)]
+    try:
+        refused = []
+        for source in sources:
+            try:
+                sink.add_source(source, spoil(liar.metadata, incarnation=source))
+            except TransferError as error:
+                refused.append(str(error))
+        assert 0 < len(refused) < len(sources)
+        assert all("no connection to tcp://127" in each for each in refused)
+        give_up_s = time.monotonic() + END_BOUND_S
+        for _ in range(20):
+            sink.drop_source(sources[0])
+            while True:  # ZeroMQ takes a moment to give the sockets back
+                try:
+                    sink.add_source(sources[0], spoil(liar.metadata, incarnation=sources[0]))
+                    break
+                except TransferError:
+                    assert time.monotonic() < give_up_s
+    finally:
+        sink.close()
+        liar.close()
+
+
+class SlowLink:
+    """A connection to a port that passes at most so many bytes a second on to whom connects, in one thread each way."""
+
+    def __init__(self, port: int, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._serve, args=(port,), daemon=True).start()
+
+    def _serve(self, port: int) -> None:
+        try:
+            sink = self._listener.accept()[0]
+        except OSError:  # closed
+            return
+        source = socket.socket()
+        source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        source.connect(("127.0.0.1", port))
+        self._ends = [sink, source]
+        threading.Thread(target=self._pass_on, args=(sink, source, 2**30), daemon=True).start()
+        self._pass_on(source, sink, self._bytes_per_s)
+
+    @staticmethod
+    def _pass_on(one: socket.socket, other: socket.socket, bytes_per_s: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(2**14):
+                other.sendall(data)
+                time.sleep(len(data) / bytes_per_s)
+
+    def close(self) -> None:
+        """End the threads."""
+        for each in (self._listener, *self._ends):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+def test_a_slow_connection_is_not_taken_for_a_lost_one(pair: Callable[..., Pair]) -> None:
+    """Heartbeats wait behind a piece that is on its way."""
+    two = pair("zmq", num_blocks=1, block_bytes=3 * 2**19)
+    metadata = two.source.metadata()
+    link = SlowLink(int(msgpack.unpackb(metadata)["endpoint"].rpartition(":")[2]), 600_000)
+    try:
+        two.sink.add_source(two.incarnation, spoil(metadata, endpoint=f"tcp://127.0.0.1:{link.port}"))
+        read = two.sink.start_read(two.incarnation, [0], [0])
+        give_up_s = time.monotonic() + 2 * END_BOUND_S
+        while read.state is ReadState.PENDING:
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+            two.sink.poll()
+        assert read.state is ReadState.DONE, read.error
+    finally:
+        link.close()
 
 
 # --- the mover ---------------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ requests that they hold open, and each gives up the requests that the other does
 """
 
 from common.runtime.channel.client import ClientHandler, ControlClient, LinkState
-from common.runtime.channel.ends import MAX_OUTBOX_MESSAGES, RECONNECT_S, Traffic, channel_context
+from common.runtime.channel.ends import MAX_OUTBOX_MESSAGES, MAX_SOCKETS, RECONNECT_S, Traffic, channel_context
 from common.runtime.channel.server import MAX_SESSIONS, ControlServer, ServerHandler
 
 __all__ = [
     "MAX_OUTBOX_MESSAGES",
     "MAX_SESSIONS",
+    "MAX_SOCKETS",
     "RECONNECT_S",
     "ClientHandler",
     "ControlClient",

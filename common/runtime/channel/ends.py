@@ -27,7 +27,7 @@ BACKPRESSURE_RETRY_S = 0.01
 GOODBYE = "said goodbye"
 TURN_BYTES = 2**16
 """Bytes of a frame whose messages are handled in one turn of the event loop; a larger frame takes several turns."""
-_MAX_SOCKETS = 2**15
+MAX_SOCKETS = 2**15
 """Most sockets of a context. A link takes three; by ZeroMQ's default, 1,023, the 342nd failed."""
 _STALL_SHARE = 0.25
 """Share of the timeout: a timer that fires later than this shows that the event loop was blocked."""
@@ -53,7 +53,7 @@ class Traffic:
 def channel_context() -> zmq.asyncio.Context:
     """A ZeroMQ context with room for links to thousands of peers."""
     context = zmq.asyncio.Context()
-    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return context
 
 

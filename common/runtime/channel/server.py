@@ -117,6 +117,14 @@ class ControlServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        # Nothing is sent to whose session is lost: without this, the connection of a host that is gone stays for good.
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 60),
+            (zmq.TCP_KEEPALIVE_INTVL, 15),
+            (zmq.TCP_KEEPALIVE_CNT, 4),
+        ):
+            self._socket.setsockopt(option, value)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
