@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from common.engine.runner import ModelRunner, Submitted, load_runner, measure_co
 from common.engine.time_rows import time_rows
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
 from common.runtime.config import DeviceType, WorkerSettings
+from common.runtime.cores import cores_here
 from common.runtime.daemon_threads import DaemonThreads
 from common.scheduling.costs import Costs
 from common.scheduling.row_times import RowTimes
@@ -153,7 +153,7 @@ class Engine:
         width = settings.tensor_parallel
         if device == "cuda" and width > 1:
             log.warning("a worker of several ranks has not been tested on several GPUs")
-        num_threads = settings.num_threads or max(1, (os.cpu_count() or 1) // width)
+        num_threads = settings.num_threads or max(1, cores_here() // width)
         if device == "cpu":
             torch.set_num_threads(num_threads)
         try:

@@ -56,8 +56,8 @@ log = logging.getLogger(__name__)
 EXIT_RANK_LOST = 3
 """Exit code of a worker one of whose ranks is lost."""
 _PLACE_NUMBERS = 2**16
-_ORDER_NUMBERS = 2**26
-"""Half a GiB, of which only what is used takes memory: the block tables of 1,024 sequences of a million tokens."""
+_ORDER_NUMBERS = 2**20
+"""Those that are said at once, in 8 MiB: among them the block tables of 64 sequences of 250,000 tokens."""
 _LOOK_S = 0.05
 _KNOWN_S = 0.5
 """Seconds in which gateways know that a worker has ended."""

@@ -9,7 +9,7 @@ step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MIN_OBSERVED_TOKENS = 16
 """Fewest tokens of a prefill from which the cost per token is estimated. With fewer, the fixed costs outweigh it."""
@@ -24,6 +24,9 @@ _ENOUGH_STEPS, _ENOUGH_TOKENS = 8, 64
 _MAX_RATIO = 4.0
 """Greatest ratio of one observation to the estimate, and of the estimate to it. Otherwise a process that was stopped
 for a while would make prefill look expensive for minutes."""
+_MOST_FALL = 16.0
+"""Greatest factor by which a token may turn out cheaper than at first. Beyond it, a short step shows that the fixed
+time was measured too long, as on a machine that was busy then; tokens would seem free."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +43,10 @@ class Costs:
     """Time of the last steps with decodes, and before them, beyond that of their prompt tokens."""
     swap_s_per_block: float = 1e-4
     """Time per block in one direction; infinite if there is no swap space."""
+    _least_s_per_token: float = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._least_s_per_token = self.prefill_s_per_token / _MOST_FALL
 
     @property
     def prompt_s_per_token(self) -> float:
@@ -56,13 +63,16 @@ class Costs:
         return max(_ENOUGH_TOKENS, _ENOUGH_STEPS * self.step_s / self.prefill_s_per_token)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Move the estimate towards an observation: a step that did little else computed `num_tokens` prompt tokens in
+        """Move the estimates towards an observation: a step that did little else computed `num_tokens` prompt tokens in
         `seconds`."""
         if num_tokens < MIN_OBSERVED_TOKENS:
             return
-        old = self.prefill_s_per_token
-        seen = min(max((seconds - self.step_s) / num_tokens, old / _MAX_RATIO), old * _MAX_RATIO)
+        old, least = self.prefill_s_per_token, self._least_s_per_token
         weight = _OBSERVATION_WEIGHT * min(1.0, num_tokens / _FULL_WEIGHT_TOKENS) ** 2
+        fixed_s = max(0.0, seconds - num_tokens * least)
+        if fixed_s < self.step_s:
+            self.step_s += weight * (fixed_s - self.step_s)
+        seen = min(max((seconds - self.step_s) / num_tokens, old / _MAX_RATIO, least), old * _MAX_RATIO)
         self.prefill_s_per_token = old + weight * (seen - old)
 
     def observe_step(self, num_tokens: int, num_decodes: int, seconds: float) -> None:

@@ -15,6 +15,7 @@ from common.contract.sampling import SamplingParams
 from common.engine.batch import MIN_TEMPERATURE, Sample, Samples
 from common.engine.draw import column, draw, random_numbers
 from common.engine.kernels import sampler
+from common.engine.kernels.backend import TritonBackend
 
 SIZES = st.one_of(st.integers(2, 60), st.sampled_from([1023, 1024, 1025, 8191, 8192, 8193, 9000]))
 
@@ -147,6 +148,16 @@ def test_draw_as_the_sampler_in_torch_does(
         if not doubtful:
             assert bool(kept[one]), "a token that is hidden"
             assert one == other or near_tie(logits[row], samples[row], one, other), (row, one, other)
+
+
+@pytest.mark.parametrize("top_k", [64, 2**31, 2**32 + 1, 2**63 - 1])
+def test_a_top_k_of_more_tokens_than_there_are_hides_none(device: torch.device, top_k: int) -> None:
+    logits = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    best = logits.max(-1).values
+    samples = [[sample_of(seed, top_k=each) for seed in range(8)] for each in (0, top_k)]
+    everything, tokens = (TritonBackend(device).draw(logits, best, Samples.of(each)).tolist() for each in samples)
+    assert tokens == everything
+    assert len(set(tokens)) > 3
 
 
 def test_no_upgrade_changes_seeded_output(device: torch.device) -> None:

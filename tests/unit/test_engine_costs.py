@@ -114,6 +114,18 @@ def test_what_a_step_takes_is_no_part_of_what_its_tokens_take() -> None:
     assert costs.prefill_s_per_token == pytest.approx(20e-6)
 
 
+def test_a_fixed_time_that_was_measured_too_long_does_not_make_tokens_free() -> None:
+    """The machine was busy when the worker started."""
+    costs = Costs(prefill_s_per_token=1e-4, step_s=0.06)
+    for _ in range(2000):
+        costs.observe_step(100, 0, 0.055)
+    assert costs.step_s + 100 * costs.prefill_s_per_token == pytest.approx(0.055, rel=0.02)
+    assert costs.prefill_s_per_token >= 1e-4 / 16
+    for _ in range(100):
+        costs.observe_step(300, 0, 0.085)
+    assert costs.step_s + 300 * costs.prefill_s_per_token == pytest.approx(0.085, rel=0.05)
+
+
 def test_a_few_tokens_tell_nothing() -> None:
     costs = Costs(prefill_s_per_token=0.001)
     costs.observe_prefill(15, 1.0)

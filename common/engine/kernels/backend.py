@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -220,6 +221,7 @@ class TritonBackend(PlainProducts):
         device = logits_PV.device
         parameters_P = samples.parameters_N
         top_k_P, top_p_P, min_p_P = (parameters_P[name] for name in ("top_k", "top_p", "min_p"))
+        top_k_P = np.minimum(top_k_P, logits_PV.shape[1])  # the kernels have 32 bits for it
         return sampler.draw(
             logits_PV,
             best_P,

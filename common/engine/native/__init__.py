@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ _FLAGS = (
 """Every multiplication and addition is fused. Tuned for some CPUs, GCC would leave it out in some loops, and a number
 would depend on the loop that computed it."""
 _NARROWER = {
-    "AVX2": ("avx2", "x86-64-v3"),
-    "AVX512_CORE": ("avx512f", "x86-64-v4"),
-    "AVX512_CORE_BF16": ("avx512_bf16", "cooperlake"),
+    **dict.fromkeys(("SSE41", "AVX"), ("sse4_1", "x86-64-v2")),
+    **dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), ("avx2", "x86-64-v3")),
+    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), ("avx512f", "x86-64-v4")),
+    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), ("avx512_bf16", "cooperlake")),
 }
-"""Values of `ONEDNN_MAX_CPU_ISA` → the CPU's flag without which they change nothing, and GCC's name for a CPU with just
-these instructions."""
+"""Values of `ONEDNN_MAX_CPU_ISA` that allow no AMX → the CPU's flag without which they change nothing, and GCC's name
+for a CPU with no other instructions than these."""
 _COMPILE_TIMEOUT_S = 120.0
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of numbers, as `kernels.c` numbers them."""
@@ -502,10 +504,21 @@ def _load() -> Kernels:
     if library is not None and library.exists():
         with contextlib.suppress(OSError):  # a damaged library is compiled again
             return Kernels(ctypes.CDLL(str(library)))
+    if library is not None:
+        try:
+            return _compile([compiler, *flags], library)
+        except (OSError, subprocess.CalledProcessError) as error:
+            log.info("no library can be made, or loaded, in %s: %s; it is compiled elsewhere", cache, error)
+    return _compile([compiler, *flags], None)
+
+
+def _compile(command: Sequence[str], library: Path | None) -> Kernels:
+    """Compile the library and load it; it is kept as `library`, if there is one."""
+    folder = None if library is None else library.parent
     # Under a name of its own at first, because another process may be compiling, or loading, the same library.
-    with tempfile.TemporaryDirectory(prefix="baton-", dir=cache) as scratch:
+    with tempfile.TemporaryDirectory(prefix="baton-", dir=folder) as scratch:
         made = Path(scratch) / "kernels.so"
-        command = [compiler, *flags, "-o", str(made), str(_SOURCE)]
+        command = [*command, "-o", str(made), str(_SOURCE)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_TIMEOUT_S)  # noqa: S603
         kernels = Kernels(ctypes.CDLL(str(made)))
         if library is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -72,22 +72,31 @@ class SharedGroup:
         return out.to(x_RV.dtype)
 
     def tell(self, order: Sequence[Ints]) -> None:
-        """Rank 0 gives an order, in parts, as soon as all have read the last one."""
-        self._require(self._kernels.group_wait_for_readers(self.address))
-        end = 1
-        for part in order:
-            begin, end = end, end + part.size
-            assert end <= len(self._order), "the order is too long"
-            self._order[begin:end] = part.ravel()
-        self._order[0] = end
-        self._kernels.group_tell(self.address)
+        """Rank 0 gives an order, in parts, as soon as all have read the last one. A longer one takes several turns."""
+        left, room = sum(part.size for part in order), len(self._order) - 2
+        turns: Iterable[Sequence[Ints]] = [order]
+        if left > room:
+            whole = np.concatenate([part.ravel() for part in order])
+            turns = ((whole[begin : begin + room],) for begin in range(0, left, room))
+        for turn in turns:
+            self._require(self._kernels.group_wait_for_readers(self.address))
+            end = 2
+            for part in turn:
+                begin, end = end, end + part.size
+                self._order[begin:end] = part.ravel()
+            left -= end - 2
+            self._order[:2] = end, left
+            self._kernels.group_tell(self.address)
 
     def hear(self) -> Ints:
         """The next order, its parts one after another; waits for it."""
-        self._require(self._kernels.group_hear(self.address))
-        order = self._order[1 : self._order[0]].copy()
-        self._kernels.group_has_read(self.address)
-        return order
+        turns, left = [], 1
+        while left:
+            self._require(self._kernels.group_hear(self.address))
+            end, left = self._order[:2].tolist()
+            turns.append(self._order[2:end].copy())
+            self._kernels.group_has_read(self.address)
+        return turns[0] if len(turns) == 1 else np.concatenate(turns)
 
     def end(self) -> None:
         """Let nobody wait any more: from now on whatever would wait raises `GroupEndedError`."""
@@ -102,7 +111,7 @@ class SharedGroup:
 
 def memory_bytes(kernels: Kernels, width: int, place_numbers: int, order_numbers: int) -> int:
     """Bytes that a group shares. `place_numbers` are the numbers that a rank says at once, at least those of a row of
-    its logits; what is longer takes several turns. `order_numbers` are those of the longest order, and one more."""
+    its logits, and `order_numbers`, more than two, those of an order; what is longer takes several turns."""
     return _places_end(kernels, width, place_numbers) + 8 * order_numbers
 
 

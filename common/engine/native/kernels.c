@@ -24,7 +24,7 @@ typedef _Float16 h8 __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#ifdef __x86_64__
+#ifdef __AVX__
 #define HOLD(x) __asm__("" : "+v"(x)) /* keep x in a register: GCC would load it again for each of its uses */
 #else
 #define HOLD(x)
