@@ -397,6 +397,22 @@ def pods_may_do_little(objects: list[Object]) -> Iterator[str]:
             yield f"{named(each)}: {container['image']} is of no version"
 
 
+def threads_fit(objects: list[Object]) -> Iterator[str]:
+    """A worker that computes on CPUs has no more threads, of all its ranks, than cores that are kept for it: by default
+    they are those of the node."""
+    for each, _, container in containers(objects):
+        resources, variables = container.get("resources", {}), environment(objects, container)
+        gpus = [name for name in resources.get("limits", {}) if "gpu" in name]
+        if container.get("args", ("",))[0] not in {"prefill", "decode"} or gpus:
+            continue
+        cores = math.ceil(_amount(str(resources.get("requests", {}).get("cpu", "0"))))
+        said = [one for one in container.get("env", ()) if one["name"] == "BATON_NUM_THREADS"]
+        source = said[0].get("valueFrom", {}).get("resourceFieldRef", {}).get("resource") if said else None
+        threads = cores if source == "requests.cpu" else int(variables.get("BATON_NUM_THREADS") or 0)
+        if not 1 <= threads * int(variables.get("BATON_TENSOR_PARALLEL") or 1) <= cores:
+            yield f"{named(each)}: it computes with other threads than the {cores} cores that it requests"
+
+
 LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     selectors_fit,
     ports_exist,
@@ -410,6 +426,7 @@ LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     monitors_reach,
     gateways_hold_what_they_let_in,
     quantities_are_some,
+    threads_fit,
     pods_may_do_little,
 )
 

@@ -150,7 +150,10 @@ class WorkerSettings(TierSettings):
         "on a CPU with instructions for it, by kernels whose order of sums is fixed",
     )
     num_threads: int = Field(
-        0, ge=0, le=1024, description="threads of the engine on a CPU, of each rank (0: one for each core, in all)"
+        0,
+        ge=0,
+        le=1024,
+        description="threads of the engine on a CPU, of each rank (0: one for each usable core, in all)",
     )
     tensor_parallel: Width = Field(
         1, description="ranks among which the model is divided, each a process, on GPUs with one of its own"
@@ -324,7 +327,7 @@ class GatewaySettings(TokenTierSettings):
     )
     decode_service: str | None = Field(None, description="the same of the decode workers")
     discovery_period_s: float = Field(
-        30.0, ge=1, le=3600, description="seconds after which names are resolved, or EndpointSlices listed, once more"
+        30.0, ge=1, le=240, description="seconds after which names are resolved, or EndpointSlices listed, once more"
     )
     kubernetes_namespace: str | None = Field(None, description="of the Services (default: the pod's own)")
     served_model_name: ModelNames = Field(

@@ -22,6 +22,7 @@ from common.contract.errors import OperatorError
 from common.runtime.checkpoint import DEMO_FOLDER, resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import ENV_PREFIX, ServeSettings, load
+from common.runtime.cores import cores_here
 from common.runtime.gpus import VISIBLE, gpus_here, placed
 from common.runtime.lifecycle import Announcer, end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
@@ -84,7 +85,7 @@ class LocalStack:
         pools = {"prefill": settings.prefill, "decode": settings.decode, "latency": settings.latency}
         workers = [(pool, index) for pool, number in pools.items() for index in range(number)]
         width_of = {"prefill": settings.prefill_tp, "decode": settings.decode_tp, "latency": settings.decode_tp}
-        threads = max(1, (os.cpu_count() or 1) // sum(width_of[pool] for pool, _ in workers))
+        threads = max(1, cores_here() // sum(width_of[pool] for pool, _ in workers))
         common = ["--model", settings.model, "--log-level", settings.log_level, "--log-format", settings.log_format]
         common += ["--heartbeat-interval-s", str(settings.heartbeat_interval_s)]
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
@@ -296,13 +297,17 @@ def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name if named else -code}"
 
 
-def refuse_variables_of_the_stack() -> None:
-    """Raise `OperatorError` for a variable that would reach no role."""
+def refuse_variables_of_the_stack(settings: ServeSettings) -> None:
+    """Raise `OperatorError` for a variable that would reach no role, or promise what the stack does not wait for."""
     found = [ENV_PREFIX + name for name in _OF_THE_STACK if ENV_PREFIX + name in os.environ]
     if found:
         raise OperatorError(
             f"{', '.join(found)}: baton serve decides these itself (the ranks of a worker by --prefill-tp, --decode-tp)"
         )
+    with contextlib.suppress(KeyError, ValueError):  # the gateway says so if it is no number
+        promised_s = float(os.environ[f"{ENV_PREFIX}SHUTDOWN_GRACE_S"])
+        if promised_s >= settings.grace_s:
+            raise OperatorError(f"--grace-s must be more than the {promised_s:g} s of {ENV_PREFIX}SHUTDOWN_GRACE_S")
 
 
 def _environment(settings: ServeSettings) -> dict[str, str]:
@@ -320,11 +325,15 @@ async def _dismiss(listener: asyncio.Task[None] | None) -> None:
 
 
 def _curl(url: str, *, demo: bool) -> str:
+    """A question to paste into a shell."""
     question = "Say hello."
     if demo:
         question = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
     body = json.dumps({"messages": [{"role": "user", "content": question}], "temperature": 0})
-    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    options = " -k" if url.startswith("https:") else ""
+    if f"{ENV_PREFIX}API_KEYS" in os.environ:
+        options += ' -H "Authorization: Bearer $KEY"'
+    return f"curl -sS{options} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
 async def serve(settings: ServeSettings, stop: asyncio.Event, *, demo: bool) -> None:
@@ -360,7 +369,7 @@ def main() -> None:
 
     def body() -> None:
         settings = load(ServeSettings, "baton serve", sys.argv[1:])
-        refuse_variables_of_the_stack()
+        refuse_variables_of_the_stack(settings)
         require_worker_packages(settings.transport, settings.device)
         folder = resolve_model(settings.model, weights=True)
         configure_logging(settings.log_level, "baton serve", settings.log_format)

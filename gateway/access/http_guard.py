@@ -21,6 +21,7 @@ from gateway.observability.metrics import GatewayMetrics
 from gateway.serving.generation import GenerationFailed
 from gateway.web.ending import Ending
 from gateway.web.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error
+from gateway.web.request_ids import ACCEPTED
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"}) | assets.PATHS.keys()
 """Paths that need no key: those of probes and scrapers, and the dashboard page, where a person enters a key."""
@@ -117,6 +118,8 @@ class Guard:
             answer = as_api_error(gateway_ended())
         except Exception as error:  # noqa: BLE001 (logged in as_api_error)
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
+            if answer.status == 500 and request.method == "POST" and not request.get(ACCEPTED):
+                self._metrics.failed(Cause.INTERNAL)  # from there on `RequestLife` counts
         return answer.response(self._limits.retry_after_s, headers)
 
     def knows(self, request: web.Request) -> bool:

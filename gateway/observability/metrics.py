@@ -65,7 +65,7 @@ class GatewayMetrics:
         )
         self._failed = Counter(
             "baton_gateway_requests_failed",
-            "Valid requests that did not finish; those of the cause capacity were refused.",
+            "Requests that did not finish, but for invalid ones; those of the cause capacity were refused.",
             ["cause"],
             registry=self.registry,
         )
@@ -107,7 +107,7 @@ class GatewayMetrics:
         self._requests.labels(endpoint, str(code)).inc()
 
     def failed(self, cause: str) -> None:
-        """Count a valid request that did not finish."""
+        """Count a request that did not finish, and was not known to be invalid."""
         self._failed.labels(cause).inc()
 
     def limited(self, key: str, reason: str) -> None:

@@ -36,19 +36,18 @@ class ServerTls:
 
 
 def _load(certificate: Path, key: Path) -> ssl.SSLContext:
-    for path in (certificate, key):
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise OperatorError(f"cannot read the TLS files: {error}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
+        for path in (certificate, key):
+            path.open("rb").close()  # OpenSSL does not say which one it lacks
         context.load_cert_chain(certificate, key, password=_no_password)
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise OperatorError(f"{certificate} and {key} are no certificate and its unencrypted key: {reason}") from error
+    except OSError as error:
+        raise OperatorError(f"cannot read the TLS files: {error}") from error
     return context
 
 

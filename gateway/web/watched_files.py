@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 class WatchedFiles(Generic[T]):
-    """What some files hold. Changed files are read again; if they cannot be used, the error is logged and what they
-    held before stays in force."""
+    """What some files hold. Changed files are read again; if they cannot be used, the error is logged, what they held
+    before stays in force, and they are tried again at each check: what was wrong may show in no file."""
 
     def __init__(
         self,
@@ -32,7 +32,8 @@ class WatchedFiles(Generic[T]):
         reloaded: Callable[[bool], None] = lambda good: None,
     ) -> None:
         """`read` reads the files or raises `OperatorError`, as this does then. `reloaded` is called with the outcome of
-        each attempt to read them again. The log names the files as `what`, in the plural."""
+        each attempt to read them again, but of those that fail like the one before. The log names the files as `what`,
+        in the plural."""
         self._what = what
         self._paths = tuple(paths)
         self._read = read
@@ -40,6 +41,8 @@ class WatchedFiles(Generic[T]):
         self._reloaded = reloaded
         self._stamps = self._look()
         self._looked_s = clock()
+        self._refused = ""
+        """Why the files cannot be used; empty if they can."""
         self._held = read()
 
     def current(self) -> T:
@@ -49,16 +52,19 @@ class WatchedFiles(Generic[T]):
             self._looked_s = now_s
             # Before the files are read: a change during the reading shows at the next check.
             before, self._stamps = self._stamps, self._look()
-            if self._stamps != before:
+            if self._refused or self._stamps != before:
                 self._read_again()
         return self._held
 
     def _read_again(self) -> None:
+        before, self._refused = self._refused, ""
         try:
             self._held = self._read()
         except OperatorError as error:
-            _LOG.error("%s stay as they were: %s", self._what, error)
-            self._reloaded(False)
+            self._refused = str(error)
+            if self._refused != before:
+                _LOG.error("%s stay as they were: %s", self._what, error)
+                self._reloaded(False)
         else:
             _LOG.info("%s were read again", self._what)
             self._reloaded(True)

@@ -135,7 +135,7 @@ class EndpointSliceSource:
             )
 
     def _apply(self, event: Any) -> bool:
-        """Apply an event to the slices. Returns whether it concerns one."""
+        """Apply an event to the slices. Returns whether it shows that the list is up to date: bookmarks do, too."""
         if not isinstance(event, dict):
             raise SourceError("a watch sent what is no event")
         kind, slice_ = event["type"], event["object"]
@@ -144,6 +144,8 @@ class EndpointSliceSource:
                 self._slices[slice_.metadata.name] = slice_
             case "DELETED":
                 self._slices.pop(slice_.metadata.name, None)
+            case "BOOKMARK":
+                pass
             case _:
                 return False
         return True

@@ -246,12 +246,17 @@ async def test_a_watch_that_is_refused_for_its_age_at_once_is_listed_anew() -> N
             await told.decode(at(B))
 
 
-async def test_bookmarks_tell_nothing_and_disturb_nothing() -> None:
-    async with running_api() as api, following(api) as told:
+async def test_bookmarks_show_that_the_list_is_up_to_date() -> None:
+    clock = StandingClock()
+    async with running_api() as api, following(api, clock=clock) as told:
         api.put("d-1", DECODE, [A])
         await told.decode(at(A))
         await watched(api)
+        clock.now += 100
+        assert told.counted("discovery_age_seconds") == 100
         api.bookmark()
+        await told.until(lambda: told.counted("discovery_age_seconds") == 0)
+        assert told.last[Role.DECODE] == {at(A)}
         api.put("d-1", DECODE, [A, B])
         await told.decode(at(A), at(B))
         assert api.num_lists == 2

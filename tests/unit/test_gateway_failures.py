@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -22,6 +23,7 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import Cause
+from gateway.intake.request_intake import Intake
 from gateway.serving.generation import Delta, GenerationFailed
 
 STATUSES = {
@@ -61,6 +63,21 @@ async def test_an_unexpected_exception_is_logged_and_not_told(caplog: pytest.Log
     assert "secret" not in json.dumps(answer)
     assert "secret detail" in caplog.text
     assert "Traceback" in caplog.text
+
+
+async def test_a_failure_before_there_is_a_generation_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_threads(*_: object) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    async with serve(ScriptedGenerator()) as server, aiohttp.ClientSession() as session:
+        failed = partial(server.metrics.registry.get_sample_value, "baton_gateway_requests_failed_total")
+        for body, status in ((COMPLETION | {"prompt": 1.5}, 400), (COMPLETION, 500), (COMPLETION, 500)):
+            if status == 500:
+                monkeypatch.setattr(Intake, "completion", no_threads)
+            async with session.post(server.url + COMPLETIONS_PATH, json=body) as response:
+                assert response.status == status
+        assert failed({"cause": "internal"}) == 2
+        assert failed({"cause": "invalid"}) in (None, 0)
 
 
 @pytest.mark.parametrize("failure", [GenerationFailed(Cause.WORKER_LOST, "gone"), ZeroDivisionError("secret detail")])

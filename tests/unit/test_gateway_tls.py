@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -109,6 +110,32 @@ async def test_a_certificate_that_is_renewed_is_shown_to_the_next(
         time.now += 1
         assert await _serial(_port(server.url), context) == certificate.serial != first
         assert reloads == [True]
+
+
+def test_files_that_cannot_be_opened_for_a_while_are_read_when_they_can(
+    certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the files changes when their reader has descriptors again."""
+    time = StandingClock()
+    reloads: list[bool] = []
+    tls = ServerTls(certificate.chain, certificate.key, clock=time, reloaded=reloads.append)
+    held = tls._files.current()
+    certificate.renew()
+    with monkeypatch.context() as scarce:
+        scarce.setattr(ssl.SSLContext, "load_cert_chain", _no_descriptors)
+        for _ in range(3):
+            time.now += 1
+            assert tls._files.current() is held
+    assert reloads == [False]
+    time.now += 1
+    assert tls._files.current() is not held
+    time.now += 1
+    tls._files.current()
+    assert reloads == [False, True]
+
+
+def _no_descriptors(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "too many open files")
 
 
 async def test_files_that_cannot_be_used_change_nothing(

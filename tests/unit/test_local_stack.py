@@ -14,7 +14,14 @@ import pytest
 
 from common.contract.errors import OperatorError
 from common.runtime.config import GatewaySettings, ServeSettings, load
-from common.runtime.local_stack import Child, LocalStack, _describe_exit, _environment, refuse_variables_of_the_stack
+from common.runtime.local_stack import (
+    Child,
+    LocalStack,
+    _curl,
+    _describe_exit,
+    _environment,
+    refuse_variables_of_the_stack,
+)
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "operations" / "settings.md"
 
@@ -58,10 +65,34 @@ async def test_a_port_on_which_somebody_listens_is_not_reserved() -> None:
 
 @pytest.mark.parametrize("name", ["TENSOR_PARALLEL", "GPU_SHARE", "NUM_THREADS", "HTTP_PORT", "PREFILL_WORKERS"])
 def test_what_the_stack_decides_is_not_silently_ignored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    refuse_variables_of_the_stack()
+    refuse_variables_of_the_stack(ServeSettings())
     monkeypatch.setenv(f"BATON_{name}", "1")
     with pytest.raises(OperatorError, match=f"BATON_{name}: baton serve decides"):
-        refuse_variables_of_the_stack()
+        refuse_variables_of_the_stack(ServeSettings())
+
+
+def test_a_grace_that_the_stack_would_cut_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_SHUTDOWN_GRACE_S", "60")
+    with pytest.raises(OperatorError, match="--grace-s must be more than the 60 s"):
+        refuse_variables_of_the_stack(ServeSettings(grace_s=60))
+    refuse_variables_of_the_stack(ServeSettings(grace_s=61))
+    monkeypatch.setenv("BATON_SHUTDOWN_GRACE_S", "soon")
+    refuse_variables_of_the_stack(ServeSettings())  # the gateway refuses it
+
+
+def test_the_question_to_paste_has_what_the_gateway_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _curl("http://host:1", demo=True).startswith("curl -sS http://host:1/v1/chat/completions ")
+    monkeypatch.setenv("BATON_API_KEYS", "keys.toml")
+    assert _curl("https://host:1", demo=False).startswith('curl -sS -k -H "Authorization: Bearer $KEY" https://host:1/')
+
+
+async def test_the_cores_that_the_stack_may_use_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.runtime.local_stack.cores_here", lambda: 8)
+    stack = NotStarted(ServeSettings(prefill=1, decode=2, port=0))
+    await stack.start()
+    told = [child.options[child.options.index("--num-threads") + 1] for child in stack._children[:-1]]
+    assert told == ["2", "2", "2"]
+    await stack.stop()
 
 
 class Scarce(LocalStack):

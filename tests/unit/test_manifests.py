@@ -138,11 +138,10 @@ def test_there_is_no_pool_for_latency_until_somebody_says_how_many() -> None:
         assert pools("base", scaler)[DECODE]["spec"]["replicas"] == 2
     for overlay in (base for base in BASES if base.startswith("overlays/")):
         found = pools(overlay)
-        latency, throughput = (json.dumps(found[name]["spec"]["template"]) for name in (LATENCY, DECODE))
-        said = '{"name": "BATON_PROFILE", "value": "latency"}, '
-        assert said in latency
-        assert latency.replace(said, "").replace('"baton/profile": "latency"', '"baton/profile": "throughput"') == (
-            throughput
+        latency, throughput = (found[name]["spec"]["template"] for name in (LATENCY, DECODE))
+        latency["spec"]["containers"][0]["env"].remove({"name": "BATON_PROFILE", "value": "latency"})
+        assert json.dumps(latency).replace('"baton/profile": "latency"', '"baton/profile": "throughput"') == (
+            json.dumps(throughput)
         )
     service = next(each for each in of(built("base"), "Service") if each["metadata"]["name"] == DECODE)
     for name in (LATENCY, DECODE):
@@ -307,6 +306,15 @@ def test_a_lint_finds_what_it_is_there_for(broken: str, expected: str) -> None:
     change(objects, broken)
     found = faults(objects)
     assert any(expected in fault for fault in found), found
+
+
+@pytest.mark.parametrize(("threads", "fits"), [("1", True), ("2", False), ("0", False)])
+def test_a_worker_on_a_cpu_has_threads_for_the_cores_that_its_pod_requests(threads: str, fits: bool) -> None:
+    """Half a core, which is one thread."""
+    objects = built("overlays/cpu-dev")
+    change(objects, f"decode container env BATON_NUM_THREADS = {threads}")
+    expected = "Deployment/baton-decode: it computes with other threads than the 1 cores that it requests"
+    assert faults(objects) == ([] if fits else [expected])
 
 
 def test_a_custom_resource_with_a_field_that_does_not_exist_is_not_taken() -> None:
