@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,11 +40,15 @@ def run_to_the_end(module: str, options: Sequence[str]) -> str:
 
 
 @pytest.fixture
-def taken_port() -> object:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def taken_port(listener: socket.socket) -> int:
+    port: int = listener.getsockname()[1]
+    return port
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,29 @@ def test_idle_threads_of_openmp_sleep_in_a_worker(checkpoint: Checkpoint) -> Non
     assert any("PASSIVE" in each for each in policies), policies
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
+def test_variables_that_bind_threads_bind_none_of_a_worker(checkpoint: Checkpoint) -> None:
+    command = [sys.executable, "-m", "decode_worker", "--model", str(checkpoint("llama"))]
+    told = os.environ | {"OMP_PROC_BIND": "true", "GOMP_CPU_AFFINITY": "0", "OMP_PLACES": "cores"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=told) as worker:
+        try:
+            assert worker.stderr is not None
+            assert any("loaded" in line for line in worker.stderr)
+            found = [allowed_of(int(task.name)) for task in Path(f"/proc/{worker.pid}/task").iterdir()]
+        finally:
+            worker.kill()
+    assert len(found) > 2
+    assert all(each in (None, os.sched_getaffinity(0)) for each in found)
+
+
+def allowed_of(thread: int) -> set[int] | None:
+    """The cores that a thread may use; None if it has ended."""
+    try:
+        return os.sched_getaffinity(thread)
+    except ProcessLookupError:
+        return None
+
+
 @pytest.mark.parametrize("before", [None, "glibc.malloc.hugetlb=0"])
 def test_malloc_gives_a_worker_large_pages(before: str | None, checkpoint: Checkpoint) -> None:
     """It starts again before it says anything, as the same process."""
@@ -102,7 +128,9 @@ def test_malloc_gives_a_worker_large_pages(before: str | None, checkpoint: Check
         assert "hg" in heap.partition("VmFlags:")[2].splitlines()[0].split()
 
 
-def test_a_worker_that_downloads_ends_when_it_is_told_to(taken_port: int, tmp_path: Path) -> None:
+def test_a_worker_that_downloads_ends_when_it_is_told_to(
+    listener: socket.socket, taken_port: int, tmp_path: Path
+) -> None:
     """From a hub that takes connections and never answers."""
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{taken_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     process = subprocess.Popen(
@@ -114,9 +142,10 @@ def test_a_worker_that_downloads_ends_when_it_is_told_to(taken_port: int, tmp_pa
     try:
         assert process.stderr is not None
         assert "probes on" in next(line for line in process.stderr if "probes on" in line)
-        time.sleep(1.0)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        listener.settimeout(60)
+        with listener.accept()[0]:  # it has begun
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.wait()

@@ -28,7 +28,7 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return figures
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_multiprocessor_has_room_for_every_kernel(binaries: list[dict[str, Any]]) -> None:
     kernels = {each["kernel"] for each in binaries}
     assert {

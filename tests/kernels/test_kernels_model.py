@@ -87,10 +87,11 @@ def test_tokens_are_those_of_the_reference(
     assert tokens_of(runner_of(folder, device, TritonBackend(device)), prompts, 6) == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_products_of_few_rows_by_the_kernel_give_the_same_tokens(
     device: torch.device, checkpoint: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a bias and without one."""
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(5, VOCAB_SIZE, (size,), generator=generator).tolist() for size in (30, 17, 1)]
     folder = checkpoint(family)

@@ -25,7 +25,7 @@ tilings = st.builds(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @example(
     rows=1,
     inputs=1,
@@ -107,7 +107,7 @@ def test_a_row_is_the_same_beside_others_and_every_time(device: torch.device, sp
     tiling = SkinnyTiling(columns=16, depth=32, splits=splits)
     out = skinny(x, weight, None, tiling)
     assert torch.equal(skinny(x, weight, None, tiling), out)
-    for row in range(FEW_ROWS):
+    for row in (0, 1, 6, FEW_ROWS - 1):
         assert torch.equal(skinny(x[: row + 1], weight, None, tiling)[row], out[row])
         others = torch.randn(FEW_ROWS, 200).to(device)
         others[row] = x[row]

@@ -57,7 +57,9 @@ def play(world: World, events: list[Event]) -> None:
 
 
 def test_a_first_token_that_ends_the_request_needs_one_attempt() -> None:
-    search(only("", output_tokens=1))
+    found = search(only("", output_tokens=1))
+    assert found.complete
+    assert found.final > 0
 
 
 def test_nothing_moves_before_the_client_has_some_of_it() -> None:

@@ -17,7 +17,7 @@ from tool_models import NOON, TOOLS, WEATHER, tokens_of, tool_settings, tool_tok
 
 pytestmark = pytest.mark.processes
 
-EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "30"))
 """For each operation."""
 SEED = int(os.environ.get("SCHEMATHESIS_SEED", "1"))
 UNDECIDED = "positive_data_acceptance"
