@@ -33,7 +33,7 @@ from kv_transfer.regions import Region
 from kv_transfer.routes import ReadRoute, Way
 from kv_transfer.transport import Read, ReadState, pack_metadata, require_pairs, unpack, unpack_metadata
 
-PIECE_BYTES = 2**18
+PIECE_BYTES = 2**19
 """Most bytes of blocks in one message. A connection on which no message is complete for a second counts as lost, so
 this is also the least that must arrive in a second."""
 MAX_PIECE_BYTES = 2**20
@@ -44,7 +44,7 @@ MAX_PIECES_ASKED = 16
 MAX_ANSWERS_QUEUED = 4 * MAX_PIECES_ASKED
 """Most answers queued for one sink, as ZeroMQ counts them; further ones are dropped. ZeroMQ subtracts answers that have
 left in batches of half this number. So the count stays below that half plus `MAX_PIECES_ASKED`."""
-MAX_PIECES_PER_POLL = 64
+MAX_PIECES_PER_POLL = 32
 """Most pieces copied from one source in one `poll`; this takes about 3 ms."""
 MAX_HEADER_BYTES = 2**16
 """Most bytes of a request, and of the header of an answer."""

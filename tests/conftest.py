@@ -6,12 +6,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 from checkpoints import make_checkpoint
 from skips import pytest_make_collect_report, pytest_runtest_makereport
 
 collect_ignore = ["clients"]
 """They run in an environment of their own: `make clients`."""
+
+hypothesis.settings.register_profile("patient", deadline=None)
+if "CI" not in os.environ:  # there hypothesis has a profile of its own, without a deadline
+    hypothesis.settings.load_profile("patient")
 
 __all__ = ["checkpoint", "no_settings", "pytest_make_collect_report", "pytest_runtest_makereport"]
 

@@ -296,7 +296,7 @@ class Freeze(Fault):
     def begin(self, actor: Actor) -> None:
         actor.process.popen.send_signal(signal.SIGSTOP)
         status = Path(f"/proc/{actor.process.popen.pid}/stat")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while status.read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline, "the process goes on running"
 
@@ -315,7 +315,7 @@ class LoseRank(Fault):
         os.kill(rank, self.number)
 
     def end(self, actor: Actor) -> None:
-        assert actor.process.popen.wait(10) == EXIT_RANK_LOST
+        assert actor.process.popen.wait(30) == EXIT_RANK_LOST
 
 
 class KillRank(LoseRank):

@@ -234,10 +234,11 @@ async def _read_nothing(gateway: Gateway) -> None:
         await loop.sock_connect(client, ("127.0.0.1", gateway.open))
         body = json.dumps({"prompt": ["hello"] * 64, "max_tokens": 200, "n": 16, "stream": True}).encode()
         await loop.sock_sendall(client, post(COMPLETIONS, body))
-        while await gauge(gateway.open, "baton_gateway_requests_in_flight") == 0:
-            await asyncio.sleep(0.02)
-        while await gauge(gateway.open, "baton_gateway_requests_in_flight") != 0:
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while await gauge(gateway.open, "baton_gateway_requests_in_flight") == 0:
+                await asyncio.sleep(0.02)
+            while await gauge(gateway.open, "baton_gateway_requests_in_flight") != 0:
+                await asyncio.sleep(0.1)
 
 
 async def _pipeline(gateway: Gateway) -> None:

@@ -192,7 +192,7 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     left = time.monotonic()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await (await http.get("/ready")).json())["details"]["in_flight"] or stack.leftovers():
             await asyncio.sleep(0.01)
     print(f"everything is free {time.monotonic() - left:.3f} s after the clients left")

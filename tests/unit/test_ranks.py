@@ -293,11 +293,9 @@ def test_a_worker_ends_when_a_rank_is_lost(worker: subprocess.Popen[str], number
     """Whether it computes or not; and nobody is left behind."""
     [rank] = children(worker.pid)
     os.kill(rank, number)
-    begin = time.monotonic()
     for _ in worker.stdout or ():
         pass
-    assert worker.wait(20) == EXIT_RANK_LOST
-    assert time.monotonic() - begin < 15
+    assert worker.wait(60) == EXIT_RANK_LOST
     wait_for_end(rank)
 
 
@@ -339,7 +337,7 @@ def test_ranks_end_with_their_worker(worker: subprocess.Popen[str]) -> None:
 
 
 def wait_for_end(rank: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not ended(rank):
         assert time.monotonic() < deadline, "the rank is left behind"
         time.sleep(0.02)

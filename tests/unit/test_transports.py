@@ -792,7 +792,7 @@ def test_a_slow_connection_is_not_taken_for_a_lost_one(pair: Callable[..., Pair]
     """Heartbeats wait behind a piece that is on its way."""
     two = pair("zmq", num_blocks=1, block_bytes=3 * 2**19)
     metadata = two.source.metadata()
-    link = SlowLink(int(msgpack.unpackb(metadata)["endpoint"].rpartition(":")[2]), 600_000)
+    link = SlowLink(int(msgpack.unpackb(metadata)["endpoint"].rpartition(":")[2]), 650_000)
     try:
         two.sink.add_source(two.incarnation, spoil(metadata, endpoint=f"tcp://127.0.0.1:{link.port}"))
         read = two.sink.start_read(two.incarnation, [0], [0])
