@@ -158,6 +158,8 @@ class Dispatcher(Collector):
         elif now >= admittance.opened_at + generation.budget_s:
             raise GenerationFailed(Cause.DEADLINE, "the request's time ran out before this prompt's turn")
         request = OpenRequest(Flow(generation, admitted=admittance.taken))
+        if self._registry.block_size:  # else once there is a worker
+            request.hash_prompt(self._registry.block_size)
         generation.waterfall.opened(now)
         self._open[request] = None
         self._watch(request)
