@@ -130,11 +130,11 @@ class Sequences:
         self._admission.look_again(self._batch.step)
         return joined
 
-    def drafted(self, choice: DecodeChoice, num_right: int) -> None:
-        """A draft of the sequence was verified by the last step, which gave it `num_right` tokens more than one. Its
+    def drafted(self, choice: DecodeChoice, num_more: int) -> None:
+        """A draft of the sequence was verified by the last step, which gave it `num_more` tokens more than one. Its
         tenant pays for them, too: the flow covers one. Blocks that only wrong tokens needed are given back."""
         work, sequence = choice.request.work, choice.sequence
-        self._entrance.waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE * num_right)
+        self._entrance.waiting.charge(work.tier, work.tenant, _OUTPUT_CHARGE * num_more)
         if choice not in self._batch:
             return
         num_kept = self._policy.blocks_for(sequence.num_tokens)
@@ -142,8 +142,8 @@ class Sequences:
             self._pool.release(sequence.block_table[num_kept:])
             sequence.block_table = sequence.block_table[:num_kept]
         self._batch.drafted(choice)
-        if num_right:
-            self._admission.advanced(choice, num_right, self._batch.step)
+        if num_more:
+            self._admission.advanced(choice, num_more, self._batch.step)
 
     def name_running(self) -> None:
         """Enter the full blocks of running sequences into the prefix cache."""

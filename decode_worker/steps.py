@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from common.contract.errors import Cause
 from common.contract.messages.gateway import TRIAL_TOKENS
@@ -226,11 +227,10 @@ class DecodeSteps:
             self._append(choice, outcome)
             if choice.finish_reason is not None:
                 break
-        num_new = choice.sequence.num_tokens - before
-        self._totals.generated += num_new
-        self._answers.tokens(choice)
+        self._totals.generated += choice.sequence.num_tokens - before
         if step is not None and choice in step.drafts:
-            self._verified(choice, step, num_new - 1)
+            self._verified(choice, step, before)  # before its end is told, with what was drafted of it
+        self._answers.tokens(choice)
         self._end_trial(request)
         if choice.finish_reason is not None:
             self._totals.sequence_ended(self._agenda.now - choice.began)
@@ -239,17 +239,18 @@ class DecodeSteps:
         if choice.sequence.grammar_state is not None:
             self._book.ask_mask(choice)
 
-    def _verified(self, choice: DecodeChoice, step: Step, num_right: int) -> None:
-        """The first `num_right` tokens that were drafted of a sequence in `step` were right."""
-        num_drafted = len(step.drafts[choice])
+    def _verified(self, choice: DecodeChoice, step: Step, before: int) -> None:
+        """Of a sequence of `before` tokens some were drafted in `step`: those that it has now were right."""
+        draft, new = step.drafts[choice], choice.sequence.token_ids[before:]
+        num_drafted, num_right = len(draft), sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(draft, new)))
         by_model = step.draft_work is not None and choice in step.draft_work.drafts
         self._totals.verified("draft" if by_model else "lookup", num_drafted, num_right)
         choice.num_drafted += num_drafted
         choice.num_accepted += num_right
-        self._scheduler.sequences.drafted(choice, num_right)
+        self._scheduler.sequences.drafted(choice, len(new) - 1)
         model = None if self._scheduler.speculation is None else self._scheduler.speculation.model
         if by_model and model is not None:
-            model.verified(choice, choice.sequence.num_tokens - num_right - 1, num_drafted, num_right)
+            model.verified(choice, before, num_drafted, num_right)
 
     def _append(self, choice: DecodeChoice, outcome: SampledToken) -> None:
         """Append a token, and note if the sequence ends with it."""

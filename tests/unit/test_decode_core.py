@@ -16,9 +16,10 @@ from common.contract.messages.gateway import Decode
 from common.contract.messages.handoff import AttachPrefix, AttachSequence
 from common.contract.messages.worker import Failed, TokenScores
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Chosen, InvalidLogitsError
+from common.engine.batch import Chosen, InvalidLogitsError, SampledToken
 from common.scheduling.costs import Costs
 from common.worker.events import Action, AskMask, Compute, Event, MaskMade, Received, StepEnded, StepWanted
+from decode_worker.step import Step
 from decode_worker.view import heartbeat
 from kv_transfer.events import Send
 
@@ -153,6 +154,33 @@ def test_a_step_in_which_drafts_came_true_has_shorter_gaps() -> None:
     before = driven.core.totals.itl_s
     driven.core.steps._learn(compute.work.plan.step, 4, 0.02, 0.0)
     assert driven.core.totals.itl_s == pytest.approx(0.9 * before + 0.1 * 0.02 / 4)
+
+
+@pytest.mark.parametrize(
+    ("draft", "outcomes", "right", "by_length"),
+    [
+        ([5, 6, 7], [5, 6, 7, 8], 3, True),  # the last token of the answer is sampled after the drafted ones
+        ([5, 6, 7], [5, 9], 1, False),
+        ([5, 66], [5, 66], 2, False),  # it ends with a drafted one
+        ([5, 66, 7], [5, 66], 2, False),
+    ],
+)
+def test_the_end_of_an_answer_tells_what_became_of_its_last_draft(
+    draft: list[int], outcomes: list[int], right: int, by_length: bool
+) -> None:
+    driven = Driven(num_blocks=64)
+    driven.ask("first", range(BLOCK_SIZE + 1), max_tokens=1 + len(outcomes) if by_length else 99)
+    driven.step()
+    compute = driven.plan()
+    assert compute is not None
+    [choice] = compute.work.plan.step.decodes
+    steps = driven.core.steps
+    steps._config.eos_token_ids = frozenset({outcomes[-1]} if not by_length else ())
+    steps._advance(choice, map(SampledToken, outcomes), Step(decodes=[choice], drafts={choice: draft}))
+    assert choice.finish_reason == ("length" if by_length else "stop")
+    assert choice.timings is not None
+    assert choice.timings.decode is not None
+    assert (choice.timings.decode.num_drafted, choice.timings.decode.num_accepted) == (len(draft), right)
 
 
 def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:
