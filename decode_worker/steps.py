@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import eq
 
 from common.contract.errors import Cause
 from common.contract.messages.gateway import TRIAL_TOKENS
@@ -242,7 +243,7 @@ class DecodeSteps:
     def _verified(self, choice: DecodeChoice, step: Step, before: int) -> None:
         """Of a sequence of `before` tokens some were drafted in `step`: those that it has now were right."""
         draft, new = step.drafts[choice], choice.sequence.token_ids[before:]
-        num_drafted, num_right = len(draft), sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(draft, new)))
+        num_drafted, num_right = len(draft), sum(takewhile(bool, map(eq, draft, new)))
         by_model = step.draft_work is not None and choice in step.draft_work.drafts
         self._totals.verified("draft" if by_model else "lookup", num_drafted, num_right)
         choice.num_drafted += num_drafted

@@ -188,27 +188,34 @@ class PrefillCore:
             self._end(known, Cause.SUPERSEDED, "a newer attempt arrived")
         now = self._agenda.now
         request = PrefillRequest(work, gateway, now, now + work.budget_s)
-        needed = self.scheduler.blocks_for(request)
+        self.lender.expect(work.key, request.deadline)
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self.front.refuse(gateway, work.key, *refusal)
+            # No sink is to wait for it, not even one that the gateway sends before it hears of this.
+            self.lender.withdraw(work.request, Cause.LEASE_LOST, refusal[1])
+            return
+        self.requests[work.request] = request
+        if work.sampling.grammar is None:
+            self.scheduler.add(request)
+        else:
+            request.enter(PromptEvent.MASK)
+            state = request.grammar_state = GrammarState()
+            self.masks.ask(request, work.sampling.grammar, state, work.token_ids, work.prompt_len)
+
+    def _refusal(self, request: PrefillRequest) -> tuple[Cause, str] | None:
+        """Why a request that arrives is not taken; None if it is."""
+        work, needed = request.work, self.scheduler.blocks_for(request)
         objection = self.engine.runner.objection(work.token_ids, work.sampling)
         if objection is not None:
-            self.front.refuse(gateway, work.key, Cause.INVALID, objection)
-        elif needed > self.pool.num_blocks:
-            message = f"the prompt needs {needed} KV blocks, this worker has {self.pool.num_blocks}"
-            self.front.refuse(gateway, work.key, Cause.TOO_LARGE, message)
-        elif self.front.draining:
-            self.front.refuse(gateway, work.key, Cause.DRAINING, "this prefill worker takes no new work")
-        elif self.scheduler.full(len(self.masks)) and not work.admitted:
-            message = f"{len(self.scheduler.waiting)} requests waiting already"
-            self.front.refuse(gateway, work.key, Cause.CAPACITY, message)
-        else:
-            self.requests[work.request] = request
-            self.lender.expect(work.key, request.deadline)
-            if work.sampling.grammar is None:
-                self.scheduler.add(request)
-            else:
-                request.enter(PromptEvent.MASK)
-                state = request.grammar_state = GrammarState()
-                self.masks.ask(request, work.sampling.grammar, state, work.token_ids, work.prompt_len)
+            return Cause.INVALID, objection
+        if needed > self.pool.num_blocks:
+            return Cause.TOO_LARGE, f"the prompt needs {needed} KV blocks, this worker has {self.pool.num_blocks}"
+        if self.front.draining:
+            return Cause.DRAINING, "this prefill worker takes no new work"
+        if self.scheduler.full(len(self.masks)) and not work.admitted:
+            return Cause.CAPACITY, f"{len(self.scheduler.waiting)} requests waiting already"
+        return None
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
         """The mask of a request's first tokens is known, or its grammar gave up: the request waits for blocks, or

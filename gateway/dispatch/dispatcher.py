@@ -212,22 +212,33 @@ class Dispatcher(Collector):
         for tokens in self._rows.deliver(address, message, self._clock()):
             self.on_request(address, tokens)
 
-    def on_request(self, address: str, message: RequestMessage) -> None:
-        """Handle a message about one request."""
+    def on_request(self, address: str, message: RequestMessage, late: bool = False) -> None:
+        """Handle a message about one request. `late`: it has waited for a verdict on a worker."""
         request = self._by_id.get(message.request)
         found = None if request is None else request.flow.attempts.find(message.key, address)
         if request is None or found is None:
-            self._num_stale_messages += 1
+            self._num_stale_messages += request is None or not self._on_offer(request, address, message)
             return
         attempt, assignment = found
         if isinstance(message, Timings):
             request.flow.generation.waterfall.measured(attempt.key, message)
-        elif self._is_early(attempt, message):
+        elif assignment is attempt.decode and self._is_early(attempt, message, late):
             # Wait for the gateway's own verdict on that worker: if it has crashed, its requests are suspects.
-            asyncio.get_running_loop().call_later(RECONNECT_S, self.on_request, address, message)
+            asyncio.get_running_loop().call_later(RECONNECT_S, self.on_request, address, message, True)
         else:
             self._note(request, attempt, assignment, message)
             self._carry_out_all(request, request.flow.on_message(attempt, assignment, message))
+
+    def _on_offer(self, request: OpenRequest, address: str, message: RequestMessage) -> bool:
+        """Handle the failure of a prefill worker whose offer waits for a decode worker. Returns whether it is one."""
+        want = request.flow.offered(message.key, address)
+        if want is None or not isinstance(message, Failed):
+            return False
+        if message.cause is Cause.DRAINING:
+            self._registry.declined(address, message.cause)
+        self.placement.waiting.discard(want)
+        self._carry_out_all(request, request.flow.offer_failed(want, message.cause, message.message))
+        return True
 
     def on_resync(self, address: str, listed: frozenset[RequestKey], known: frozenset[RequestKey]) -> None:
         """Handle the loss of messages to or from a worker."""
@@ -325,7 +336,7 @@ class Dispatcher(Collector):
             self.placement.waiting.add(want, request)
 
     def _delay_over(self, request: OpenRequest, want: Want) -> None:
-        if request.flow.running:
+        if want in request.flow.wants:
             self.placement.waiting.add(want, request)
             self.look_again()
 
@@ -345,12 +356,15 @@ class Dispatcher(Collector):
 
     # --- what messages show --------------------------------------------------------------------------------------
 
-    def _is_early(self, attempt: Attempt, message: RequestMessage) -> bool:
-        """Whether a decode worker reports its source lost before this gateway has decided that itself."""
-        if not isinstance(message, Failed) or message.cause is not Cause.WORKER_LOST:
+    def _is_early(self, attempt: Attempt, message: RequestMessage, late: bool) -> bool:
+        """Whether a decode worker reports its source lost, or a read from it failed, before this gateway has decided
+        what has become of the source. A read fails as soon as its connection breaks, perhaps before the link has."""
+        if not isinstance(message, Failed) or message.cause not in (Cause.WORKER_LOST, Cause.TRANSFER):
             return False
         source = attempt.moving or attempt.prefill
-        return source is not None and self.links.may_have_crashed(source.life.address)
+        if source is None:
+            return False
+        return self.links.may_have_crashed(source.life.address) or (message.cause is Cause.TRANSFER and not late)
 
     def _note(self, request: OpenRequest, attempt: Attempt, assignment: Assignment, message: Message) -> None:
         """Count a handoff or a move that succeeds or fails with this message, and note what a refusal says of the

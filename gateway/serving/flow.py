@@ -183,6 +183,26 @@ class Flow:
         choices = [choice for choice in want.choices if not choice.ended]
         return [*self._let_go(want), *self._want_all(want.key.request, choices)]
 
+    def offered(self, key: RequestKey, address: str) -> Want | None:
+        """The want whose offer a prefill worker has made under this key; None if there is none."""
+        offers = ((want, want.offer) for want in self.wants if want.offer is not None)
+        return next((want for want, offer in offers if (offer.key, offer.life.address) == (key, address)), None)
+
+    def offer_failed(self, want: Want, cause: Cause, message: str) -> list[FlowAction]:
+        """The worker whose offer stood says that it has none: want new workers for the unfinished choices instead."""
+        assert want.offer is not None, self.story
+        broken = Broken(want.offer, cause, message, blame=want.offer)
+        self.story.append(f"{cause}: {message}")
+        if cause in _REFUSALS:
+            self._note_refusal(want.choices, broken)
+            return self.without_offer(want)
+        for choice in want.choices:
+            choice.num_failures += 1
+            choice.num_bugs += cause is Cause.INTERNAL
+            choice.avoid.add(broken.assignment.life)
+        end = self._exhausted(want.choices, broken)
+        return self.without_offer(want) if end is None else self.fail(end.cause, end.message)
+
     def move(
         self, attempt: Attempt, choice: Choice, decode: WorkerLife, budget_s: float, *, now: float
     ) -> list[FlowAction]:
@@ -317,6 +337,11 @@ class Flow:
             return Fail(Cause.POISON, f"{message}: {broken.message}")
         if any(choice.num_crashes > MAX_CRASHES for choice in wanting):
             return Fail(Cause.POISON, f"{MAX_CRASHES + 1} workers have crashed with this request: {broken.message}")
+        return self._exhausted(wanting, broken)
+
+    @staticmethod
+    def _exhausted(wanting: Sequence[Choice], broken: Broken) -> Fail | None:
+        """The end of the request if choices have failed too often, or for good."""
         exhausted = any(choice.num_failures > MAX_FAILURES or choice.num_bugs > MAX_BUGS for choice in wanting)
         return Fail(broken.cause, broken.message) if exhausted or broken.cause in _FINAL else None
 

@@ -12,7 +12,7 @@ from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId
 from common.contract.messages.gateway import Abort, Drain, Prefill, PrefixHint, Resume, Source
-from common.contract.messages.handoff import Attach, Detach
+from common.contract.messages.handoff import Attach, Detach, OfferWithdrawn
 from common.contract.messages.worker import Failed, TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine.batch import InvalidLogitsError, SampledToken
@@ -136,4 +136,20 @@ def test_the_end_of_an_offer_is_told_of_the_attempt_that_the_gateway_knows_here(
     told = [each.message for each in core.handle(Ticked(), 50.0) if isinstance(each, Send) and each.peer == GATEWAY]
     (failed,) = (each for each in told if isinstance(each, Failed))
     assert (failed.attempt, failed.cause) == (_PROMPT.attempt, Cause.LEASE_LOST)
+    core.check_invariants()
+
+
+def test_no_sink_waits_for_a_prompt_that_was_refused() -> None:
+    """Its gateway may have sent it before it heard of the refusal."""
+    core, sink = prefill_core(), Incarnation("sink")
+    core.handle(DrainWanted(), 0.0)
+    refused = core.handle(Received(GATEWAY, _PROMPT), 0.0)
+    assert [each.message.cause for each in refused if isinstance(each, Send) and isinstance(each.message, Failed)] == [
+        Cause.DRAINING
+    ]
+    core.handle(HelloReceived(sink, frozenset()), 0.0)
+    attach = Attach(request=_PROMPT.request, attempt=2, offered=_PROMPT.attempt)
+    [told] = [each.message for each in core.handle(Received(sink, attach), 0.0) if isinstance(each, Send)]
+    assert isinstance(told, OfferWithdrawn)
+    assert told.cause is Cause.LEASE_LOST
     core.check_invariants()

@@ -139,6 +139,36 @@ async def test_who_finds_nobody_after_that_moment_is_not_forgotten(make: Any, ti
     assert bench.newest(key)[0].attempt == 3
 
 
+@pytest.mark.parametrize("cause", [Cause.DRAINING, Cause.CAPACITY, Cause.INTERNAL], ids=str)
+async def test_nobody_waits_for_an_offer_that_a_prefill_worker_has_refused(make: Any, time: Time, cause: Cause) -> None:
+    """It has refused after the decode worker has, while the request waits for another one."""
+    bench = make(prefill=(P, P2))
+    key, task = await bench.request()
+    [refusing] = bench.work[key].keys() - {D}
+    [other] = {P, P2} - {refusing}
+    bench.say(D, heartbeat(Phase.DRAINING))
+    bench.fail(D, key, Cause.DRAINING)
+    bench.fail(refusing, key, cause)
+    assert len(bench.work) == 1
+    bench.say(D, heartbeat())
+    await time.advance(1.0)
+    newest, work = bench.newest(key)
+    assert set(work) == {other, D}
+    assert work[D].source.address == other
+    bench.tokens(other, newest, 0, 10)
+    bench.tokens(D, newest, 0, 10, reason="stop")
+    assert await text(task) == [10]
+
+
+async def test_an_offer_that_can_never_be_ends_the_request_that_waits_for_it(make: Any) -> None:
+    bench = make()
+    key, task = await bench.request()
+    bench.say(D, heartbeat(Phase.DRAINING))
+    bench.fail(D, key, Cause.DRAINING)
+    bench.fail(P, key, Cause.INVALID)
+    assert await failure(task) is Cause.INVALID
+
+
 async def test_a_worker_that_serves_again_is_found_by_its_heartbeat(make: Any) -> None:
     bench = make()
     key, _ = await bench.request()
@@ -299,6 +329,38 @@ async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any, time: Ti
     assert (set(work), work[D].token_ids) == ({D}, (*PROMPT, 10)), "it waited there for its turn"
     bench.tokens(D, key, 1, 11, reason="stop")
     assert await text(task) == [10, 11]
+
+
+async def test_a_poison_is_found_whose_reader_tells_first_that_its_read_has_failed(make: Any, time: Time) -> None:
+    """It kills each prefill worker that computes it. The decode worker's read fails as soon as the connection breaks;
+    the gateway waits a moment before it calls that a crash."""
+    bench = make(prefill=(P, P2, "p:3", "p:4", "p:5", "p:6"))
+    key, task = await bench.request()
+    killed: list[str] = []
+    while not task.done():
+        newest, work = bench.newest(key)
+        [address] = work.keys() - {D}
+        killed.append(address)
+        if work[address].suspicion is not Suspicion.NONE:
+            bench.trial(address, newest)
+        bench.fail(D, newest, Cause.TRANSFER)
+        bench.lose(address, crashed=True)
+        await time.advance(1.0)
+    assert await failure(task) is Cause.POISON
+    assert 2 <= len(killed) <= 3
+
+
+async def test_a_read_that_fails_without_a_crash_is_followed_after_a_moment(make: Any, time: Time) -> None:
+    bench = make(decode=(D, D2))
+    key, task = await bench.request()
+    [address] = bench.work[key].keys() - {P}
+    bench.fail(address, key, Cause.TRANSFER)
+    assert bench.newest(key)[0] == key
+    await time.advance(RECONNECT_S + 0.01)
+    newest, work = bench.newest(key)
+    assert set(work) == {D, D2} - {address}, "the offer stands"
+    bench.tokens(next(iter(work)), newest, 0, 10, reason="stop")
+    assert await text(task) == [10]
 
 
 async def two_suspects_and_one_that_stands_by(make: Any) -> tuple[Bench, list[RequestKey]]:
