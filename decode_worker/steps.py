@@ -241,7 +241,7 @@ class DecodeSteps:
             self._book.ask_mask(choice)
 
     def _verified(self, choice: DecodeChoice, step: Step, before: int) -> None:
-        """Of a sequence of `before` tokens some were drafted in `step`: those that it has now were right."""
+        """A sequence had `before` tokens; some were drafted in `step`, and those that it has now were right."""
         draft, new = step.drafts[choice], choice.sequence.token_ids[before:]
         num_drafted, num_right = len(draft), sum(takewhile(bool, map(eq, draft, new)))
         by_model = step.draft_work is not None and choice in step.draft_work.drafts

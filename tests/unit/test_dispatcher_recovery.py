@@ -139,7 +139,7 @@ async def test_who_finds_nobody_after_that_moment_is_not_forgotten(make: Any, ti
     assert bench.newest(key)[0].attempt == 3
 
 
-@pytest.mark.parametrize("cause", [Cause.DRAINING, Cause.CAPACITY, Cause.INTERNAL], ids=str)
+@pytest.mark.parametrize("cause", [Cause.DRAINING, Cause.INTERNAL], ids=str)
 async def test_nobody_waits_for_an_offer_that_a_prefill_worker_has_refused(make: Any, time: Time, cause: Cause) -> None:
     """It has refused after the decode worker has, while the request waits for another one."""
     bench = make(prefill=(P, P2))
@@ -156,17 +156,19 @@ async def test_nobody_waits_for_an_offer_that_a_prefill_worker_has_refused(make:
     assert set(work) == {other, D}
     assert work[D].source.address == other
     bench.tokens(other, newest, 0, 10)
-    bench.tokens(D, newest, 0, 10, reason="stop")
-    assert await text(task) == [10]
+    bench.tokens(D, newest, 0, 10, 11, reason="stop")
+    assert await text(task) == [10, 11]
 
 
-async def test_an_offer_that_can_never_be_ends_the_request_that_waits_for_it(make: Any) -> None:
+@pytest.mark.parametrize("cause", [Cause.INVALID, Cause.CAPACITY], ids=str)
+async def test_an_offer_that_can_never_be_ends_the_request_that_waits_for_it(make: Any, cause: Cause) -> None:
+    """As for want of room, where no decode worker is usable and the request was not let in."""
     bench = make()
     key, task = await bench.request()
     bench.say(D, heartbeat(Phase.DRAINING))
     bench.fail(D, key, Cause.DRAINING)
-    bench.fail(P, key, Cause.INVALID)
-    assert await failure(task) is Cause.INVALID
+    bench.fail(P, key, cause)
+    assert await failure(task) is cause
 
 
 async def test_a_worker_that_serves_again_is_found_by_its_heartbeat(make: Any) -> None:
