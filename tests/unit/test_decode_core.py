@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from migration_bench import BLOCK_SIZE, BUDGET_S, GATEWAY, Site, World
@@ -174,7 +175,7 @@ def test_the_end_of_an_answer_tells_what_became_of_its_last_draft(
     compute = driven.plan()
     assert compute is not None
     [choice] = compute.work.plan.step.decodes
-    steps = driven.core.steps
+    steps: Any = driven.core.steps
     steps._config.eos_token_ids = frozenset({outcomes[-1]} if not by_length else ())
     steps._advance(choice, map(SampledToken, outcomes), Step(decodes=[choice], drafts={choice: draft}))
     assert choice.finish_reason == ("length" if by_length else "stop")
