@@ -61,10 +61,10 @@ def stream_pieces(
     """
     if job.generates_nothing and not job.reports_prompt:
         return _prompts_alone(job)
-    made, numbers = _Makers(tokenizer, job), range(len(job.generations))
+    prompts, numbers = _Prompts(tokenizer, job), range(len(job.generations))
     if len(numbers) == 1:
-        return _one_generation(generator, made, 0, outlet)
-    return _merged([_one_generation(generator, made, number) for number in numbers])
+        return _one_generation(generator, prompts, 0, outlet)
+    return _merged([_one_generation(generator, prompts, number) for number in numbers])
 
 
 async def _prompts_alone(job: Job) -> AsyncGenerator[Piece, None]:
@@ -117,15 +117,16 @@ class _Shortcut:
         return False
 
 
-class _Makers:
-    """Makes what turns the deltas of a prompt into pieces, when its turn has come: there may be many prompts."""
+class _Prompts:
+    """The prompts of a request. What turns the deltas of one into pieces is made when its turn has come: there may be
+    many."""
 
     def __init__(self, tokenizer: SpecialDecoder, job: Job) -> None:
         self.job = job
         self._tokenizer = tokenizer
         self._stops = StopTables(job.stops)
 
-    def prompt(self, number: int) -> PromptText | None:
+    def text(self, number: int) -> PromptText | None:
         """For the log probabilities of a prompt; None if they were not asked for."""
         job = self.job
         if not job.reports_prompt:
@@ -162,9 +163,9 @@ class _Makers:
 
 
 async def _one_generation(
-    generator: Generator, made: _Makers, number: int, outlet: Outlet | None = None
+    generator: Generator, prompts: _Prompts, number: int, outlet: Outlet | None = None
 ) -> AsyncGenerator[Piece, None]:
-    generation, prompt, choices = made.job.generations[number], made.prompt(number), made.choices(number)
+    generation, prompt, choices = prompts.job.generations[number], prompts.text(number), prompts.choices(number)
     num_open = len(choices)
     shortcut = None if outlet is None else _Shortcut(choices, outlet)
     generation.shortcut = shortcut

@@ -83,7 +83,6 @@ def test_idle_threads_of_openmp_sleep_in_a_worker(checkpoint: Checkpoint) -> Non
     assert any("PASSIVE" in each for each in policies), policies
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
 def test_variables_that_bind_threads_bind_none_of_a_worker(checkpoint: Checkpoint) -> None:
     command = [sys.executable, "-m", "decode_worker", "--model", str(checkpoint("llama"))]
     told = os.environ | {"OMP_PROC_BIND": "true", "GOMP_CPU_AFFINITY": "0", "OMP_PLACES": "cores"}

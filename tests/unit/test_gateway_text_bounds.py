@@ -195,9 +195,13 @@ async def test_tokenize_is_charged(tmp_path: Path) -> None:
         assert (await client.ask({"prompt": "9" * 29}, "/tokenize"))[0] == 200
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS_PATH, "/tokenize"])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [(COMPLETIONS_PATH, "9" * 2500), ("/tokenize", "9" * 2500), (COMPLETIONS_PATH, ["9" * 200] * 20)],
+    ids=["completion", "tokenize", "long together"],
+)
 async def test_who_has_nothing_left_gets_nothing_long_tokenised(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, prompt: str | list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = settings(max_sequence_tokens=4096)
     async with client_of(tmp_path, "tokens_per_minute = 3000", api_settings=context) as client:
@@ -207,7 +211,7 @@ async def test_who_has_nothing_left_gets_nothing_long_tokenised(
             raise AssertionError("it was tokenised")
 
         monkeypatch.setattr(ModelTokenizer, "_encode_whole", never)
-        status, answer, _ = await client.ask({"prompt": "9" * 2500}, path)
+        status, answer, _ = await client.ask({"prompt": prompt}, path)
         assert status == 429
         assert_error(answer, None, "tokens_per_minute")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from dispatcher_bench import Bench, D, Time, heartbeat, settle
-from gateway_fixtures import COMPLETION, ScriptedGenerator, settings, tokenizer
+from gateway_fixtures import COMPLETION, ScriptedGenerator, tokenizer
 from test_rate_limits import client_of
 
 from common.contract.errors import Cause
@@ -23,7 +23,6 @@ from gateway.intake.request_intake import Job
 from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed, PromptDelta
 from gateway.text import stop_strings
 from gateway.text.choice_text import ChoiceText, Piece
-from gateway.text.tokenizer import ModelTokenizer
 
 AT_ONCE = 64
 
@@ -206,18 +205,3 @@ async def test_a_request_that_was_refused_at_once_is_given_back(tmp_path: Path) 
     async with client_of(tmp_path, "tokens_per_minute = 1000", generator) as client:
         status, _, headers = await client.ask(COMPLETION | {"prompt": [[5] * 20] * 10})
         assert (status, headers["x-ratelimit-remaining-tokens"]) == (429, "1000")
-
-
-async def test_who_has_nothing_left_gets_nothing_tokenised_that_is_long_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = settings(max_sequence_tokens=4096)
-    async with client_of(tmp_path, "tokens_per_minute = 3000", api_settings=context) as client:
-        assert (await client.ask({"prompt": [5] * 2990, "max_tokens": 1}))[0] == 200
-
-        def never(*_: object) -> list[int]:
-            raise AssertionError("it was tokenised")
-
-        monkeypatch.setattr(ModelTokenizer, "_encode_whole", never)
-        status, answer, _ = await client.ask({"prompt": ["9" * 200] * 20, "max_tokens": 1})
-        assert (status, answer["error"]["code"]) == (429, "tokens_per_minute")
