@@ -1,6 +1,6 @@
 """Run one trace in every mode: disaggregated, colocated (chunked prefill, prefill first), static and windowed batching.
 
-    python -m benchmarks.modes [--requests 120] [--rate 6]
+    python -m benchmarks.modes [--requests 120] [--rate 3]
 
 Requests arrive in a Poisson process, with ShareGPT-like lengths. The batching policies run on one engine in this
 process with both cores' threads: the decode scheduler with its prompts computed locally, and the same scheduler fed

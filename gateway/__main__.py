@@ -127,7 +127,7 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
     try:
         from gateway.observability.tracing import Tracing
     except ImportError as error:
-        raise OperatorError(f"--otlp-endpoint needs the packages of baton[otel]: {error}") from error
+        raise OperatorError(f"--otlp-endpoint needs the packages of Baton's extra 'otel': {error}") from error
     tracing = Tracing.to(settings.otlp_endpoint)
     metrics.registry.register(tracing)
     return tracing
@@ -181,7 +181,9 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
     try:
         from gateway.workers.endpoint_slices import EndpointSliceSource, open_api
     except ImportError as error:
-        raise OperatorError(f"--discovery kubernetes needs the packages of baton[kubernetes]: {error}") from error
+        raise OperatorError(
+            f"--discovery kubernetes needs the packages of Baton's extra 'kubernetes': {error}"
+        ) from error
     api, namespace = await open_api(settings.kubernetes_namespace)
     stack.push_async_callback(api.close)
     return {role: EndpointSliceSource(api, namespace, service, resync_s=period_s) for role, service in named.items()}

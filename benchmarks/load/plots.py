@@ -123,7 +123,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise OperatorError("pictures need matplotlib, which is an extra: pip install 'baton[bench]'") from None
+        raise OperatorError("pictures need matplotlib: pip install '.[bench]' in Baton's checkout") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

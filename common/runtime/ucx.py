@@ -54,7 +54,7 @@ def guard_memory(settings: WorkerSettings, environ: MutableMapping[str, str] = o
             f"with --host {settings.host} whoever reaches the port that UCX listens on could read and write this "
             "worker's memory without a credential; keep everybody but the workers away from it, by a network policy or "
             "a network of their own, and say so by --expose-memory-over-tcp; or use --transport zmq with --curve-keys; "
-            "or RDMA alone, by UCX_TLS=^tcp"
+            "or RDMA, by UCX_TLS=^tcp,cuda_ipc"
         )
     devices = environ.get("UCX_NET_DEVICES")
     beyond_this_machine = with_tcp and devices != "lo"

@@ -21,4 +21,4 @@ def require_worker_packages(transport: str, device: str) -> None:
         wanted.append("triton")
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
-        raise OperatorError(f"a worker needs {', '.join(missing)}: pip install 'baton[worker]'")
+        raise OperatorError(f"a worker needs {', '.join(missing)}: pip install '.[worker]' in Baton's checkout")

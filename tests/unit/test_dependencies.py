@@ -131,7 +131,7 @@ def gateway_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_without_the_workers_packages_one_line_says_what_to_install(role: str, gateway_site: Path) -> None:
     done = run_python(gateway_site, "-m", "common.runtime.cli", role, "--model", "demo")
     assert done.returncode == 2, done.stderr
-    assert done.stderr == "error: a worker needs torch, nixl: pip install 'baton[worker]'\n"
+    assert done.stderr == "error: a worker needs torch, nixl: pip install '.[worker]' in Baton's checkout\n"
     assert done.stdout == ""
 
 

@@ -107,7 +107,7 @@ def test_options_are_variables_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(OperatorError, match=r"pip install 'baton\[bench\]'"):
+    with pytest.raises(OperatorError, match=r"pip install '\.\[bench\]'"):
         plots.plot_files({}, tmp_path, "png")
 
 
