@@ -75,22 +75,31 @@ class Admission:
         return admitted == 0 or admitted + num <= self._bound.num_holding
 
     def num_lacking(
-        self, step: int, *, num_new: int, held: Sequence[int], headroom: int, newcomers: Sequence[Newcomer]
+        self,
+        step: int,
+        *,
+        num_new: int,
+        held: Sequence[int],
+        headroom: int,
+        newcomers: Sequence[Newcomer],
+        freed: int = 0,
+        ending: int = 0,
     ) -> int:
         """Number of blocks that are lacking, now or later, before `newcomers` can have `num_new` blocks beside the
         cached blocks `held` that they use; at most 0 if there is room.
 
         `headroom` blocks are left for the present sequences. If there are none, the blocks need only be free now.
+        `freed` blocks, which were released, and `ending`, which will be, are free once the steps in flight have ended.
         """
         pool = self._pool
-        lacking = num_new + pool.num_unreferenced(held) - pool.num_free
+        lacking = num_new + pool.num_unreferenced(held) - pool.num_free - freed - ending
         if not len(self._forecast) or lacking + headroom > 0:
             return lacking + (headroom if len(self._forecast) else 0)
         # Held blocks without a reference will be in use, too, even those that a step in flight keeps from being free.
         used = pool.num_used + num_new + sum(pool.ref_count(block) == 0 for block in held)
         if self._forecast.most(step, used, newcomers) <= self._limit:
             return 0
-        return self._forecast.peak(step, used, newcomers) - self._limit
+        return self._forecast.peak(step, used, newcomers) - self._limit - ending
 
     def enter(self, key: Key, newcomer: Newcomer) -> None:
         """A sequence for which there was room holds blocks."""

@@ -33,9 +33,9 @@ class Answers:
         if not choice.num_sent or choice.finish_reason is not None:
             choice.timings = timings_of(choice, self._agenda.now)
             self._agenda.send(gateway, choice.timings)
-            self._agenda.send(gateway, choice.tokens(choice.num_sent))
+            self._send_from(choice, choice.num_sent)
         elif sequence.sampling.logprobs is not None:
-            self._agenda.send(gateway, choice.tokens(choice.num_sent))
+            self._send_from(choice, choice.num_sent)
         else:
             new = range(choice.num_sent, sequence.num_tokens)
             self.report.add_all(gateway, (choice.handle,) * len(new), new, sequence.token_ids[choice.num_sent :])
@@ -78,9 +78,13 @@ class Answers:
             if sequence.choice == message.choice:
                 if message.position < sequence.num_tokens and choice.timings is not None:
                     self._agenda.send(request.gateway, choice.timings)
-                first = max(message.position, choice.first_position)
-                for position in range(first, sequence.num_tokens, MAX_TOLD_TOKENS):
-                    self._agenda.send(request.gateway, choice.tokens(position))
+                self._send_from(choice, message.position)
                 self._departures.tell_again(choice)
         if request.finished:
             self.finished(request)
+
+    def _send_from(self, choice: DecodeChoice, position: int) -> None:
+        """Send what there is from `position` on, in as many messages as it takes."""
+        first = max(position, choice.first_position)
+        for start in range(first, choice.sequence.num_tokens, MAX_TOLD_TOKENS):
+            self._agenda.send(choice.request.gateway, choice.tokens(start))

@@ -60,7 +60,7 @@ from decode_worker.answers import Answers
 from decode_worker.book import Book
 from decode_worker.draft_model import DraftModel
 from decode_worker.entrance import NOT_BEGUN
-from decode_worker.migration import Arrivals, Departures, pull_of
+from decode_worker.migration import Arrivals, Departures, known, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import (
     ChoiceStage,
@@ -121,7 +121,8 @@ class DecodeCore:
         self.front: Front[DecodeRequest] = Front(
             self._agenda, settings, self.block_size, self.pool, self.scheduler.trials, self.exchange
         )
-        self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size)
+        vocab_size = engine.runner.config.vocab_size
+        self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size, vocab_size)
         self.departures = Departures(
             self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
         )
@@ -215,9 +216,9 @@ class DecodeCore:
         if isinstance(subject, DecodeChoice):
             self.scheduler.entrance.mask_known(subject)
             if gave_up is not None and subject.stage is not ChoiceStage.ENDED:
-                self.book.fail(subject.request, Cause.INVALID, gave_up.why)
+                self.book.fail(subject.request, gave_up.cause, gave_up.why)
         elif subject is not None and gave_up is not None:
-            self.book.fail(subject, Cause.INVALID, gave_up.why)
+            self.book.fail(subject, gave_up.cause, gave_up.why)
         elif subject is not None:
             self.scheduler.want(subject, self._agenda.now)
 
@@ -285,7 +286,8 @@ class DecodeCore:
                 self.book.fail(request, Cause.CAPACITY, message)
         elif pull is not None:
             request.enter(RequestEvent.ATTACH)
-            self.pulls.begin(pull, lambda tokens: _fits(tokens, work))
+            vocab_size = self.engine.runner.config.vocab_size
+            self.pulls.begin(pull, lambda tokens: _fits(tokens, work, vocab_size))
         elif work.sampling.grammar is not None:
             request.enter(RequestEvent.MASK)
             state = request.grammar_state = GrammarState()
@@ -382,12 +384,16 @@ class DecodeCore:
         return self.scheduler.lend([BlockHash(name) for name in block_hashes])
 
     def _on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
-        """The lease of a cut sequence has ended: another worker continues it, or no worker does and the request
-        fails."""
-        request = self.departures.unpinned(key, block_ids, settled=settled)
-        if request is not None and settled:
+        """The lease of a cut sequence has ended: another worker continues it, or none does. Then its request fails, but
+        not while other sequences of it go on here."""
+        choice = self.departures.unpinned(key, block_ids)
+        if choice is None:
+            return
+        request = choice.request
+        if settled or any(each is not choice and each.goes_on for each in request.choices):
+            self.departures.leave(choice, settled=settled)
             self.book.finish_if_ended(request)
-        elif request is not None:
+        else:
             self.book.fail(request, Cause.LEASE_LOST, "a sequence was cut, and nobody has taken it over")
 
     # --- room ----------------------------------------------------------------------------------------------------
@@ -440,10 +446,11 @@ class DecodeCore:
             assert attaching or request.state is not RequestState.ATTACHING, request.story
 
 
-def _fits(tokens: Sequence[Tokens], work: Decode) -> bool:
+def _fits(tokens: Sequence[Tokens], work: Decode, vocab_size: int) -> bool:
     """Whether `tokens` has one token for each choice of `work`, at the right position."""
     return tuple(first.choice for first in tokens) == work.choices and all(
-        (first.position, len(first.token_ids)) == (len(work.token_ids), 1)
+        known(first, vocab_size)
+        and (first.position, len(first.token_ids)) == (len(work.token_ids), 1)
         and (first.logprobs is None) == (work.sampling.logprobs is None)
         for first in tokens
     )

@@ -38,6 +38,19 @@ class Reservation:
     num_held: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """The room that a request, or a preempted sequence, was refused."""
+
+    rank: int
+    """That of its tier. Lower tiers must make room for it."""
+    num_new: int
+    held: Seq[int]
+    headroom: int
+    newcomers: Seq[Newcomer]
+    """What it asked for: see `decode_worker.admission.Admission.num_lacking`."""
+
+
 class Entrance:
     """Requests that wait for room, reservations, and preempted sequences that wait for blocks. Pure state."""
 
@@ -65,8 +78,8 @@ class Entrance:
         self.unmasked: set[DecodeChoice] = set()
         """Sequences whose next mask is not known yet. They are in no step, and do not come back."""
         self._num_orders = 0
-        self._pressure: tuple[int, int] | None = None
-        """(rank, blocks): blocks that a request of this rank lacks, and that lower tiers must give up."""
+        self._pressure: Pressure | None = None
+        """What was refused to the highest tier since `reserve` was called last."""
         self._look_again = True
         self._free_when_refused = 0
         self.num_prefix_queried = 0
@@ -139,17 +152,29 @@ class Entrance:
         del self.reserved[request]
         self._newest_unread.discard(request)
 
-    def take_pressure(self) -> tuple[int, int] | None:
-        """(rank, blocks) that lower tiers must give up for a waiting request of this rank; it is returned once."""
+    def take_pressure(self) -> Pressure | None:
+        """The room that lower tiers must make for a waiting request; it is returned once."""
         pressure, self._pressure = self._pressure, None
         return pressure
+
+    def num_lacking(self, pressure: Pressure, freed: int = 0, ending: int = 0) -> int:
+        """Blocks that are lacking still, now or later, if `freed` and `ending` become free when this step has ended."""
+        return self._admission.num_lacking(
+            self._batch.step,
+            num_new=pressure.num_new,
+            held=pressure.held,
+            headroom=pressure.headroom,
+            newcomers=pressure.newcomers,
+            freed=freed,
+            ending=ending,
+        )
 
     @property
     def can_relieve(self) -> bool:
         """Whether reservations of lower tiers can give, without a step, blocks that a waiting request lacks."""
         if self._pressure is None:
             return False
-        rank, _ = self._pressure
+        rank = self._pressure.rank
         return any(request.work.tier.rank > rank and not request.gave_way for request in self.unread())
 
     def unread(self) -> list[DecodeRequest]:
@@ -296,19 +321,14 @@ class Entrance:
 
     def _has_room(self, rank: int, num_new: int, held: Seq[int], newcomers: Seq[Newcomer]) -> bool:
         """Whether `num_new` blocks, beside the cached blocks `held`, can be given away now without any sequence lacking
-        blocks later. If lower tiers hold what is lacking, it is noted that they must give it up."""
+        blocks later. If lower tiers hold blocks, it is noted that they must make room."""
         if not self._admission.has_places(rank, len(newcomers)):
             return False
-        lacking = self._admission.num_lacking(
-            self._batch.step,
-            num_new=num_new,
-            held=held,
-            headroom=self._batch.num_due_next + self._batch.num_ready,
-            newcomers=newcomers,
-        )
-        if lacking > 0 and self._admission.any_below(rank) and (self._pressure is None or rank < self._pressure[0]):
-            self._pressure = rank, lacking
-        return lacking <= 0
+        asked = Pressure(rank, num_new, held, self._batch.num_due_next + self._batch.num_ready, newcomers)
+        has_room = self.num_lacking(asked) <= 0
+        if not has_room and self._admission.any_below(rank) and (self._pressure is None or rank < self._pressure.rank):
+            self._pressure = asked
+        return has_room
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -101,7 +101,7 @@ class Departures:
             return
         if self._has_run_ahead(message, choice):
             choice.num_put_off += 1
-            self._send(sink, withdrawn(message.key, Cause.CAPACITY, "the sequence has run ahead of what was read"))
+            self._send(sink, withdrawn(message.key, Cause.LEASE_LOST, "the sequence has run ahead of what was read"))
             return
         before = self._wanted.get(choice)
         if before is not None and before.request != message.request:
@@ -146,17 +146,17 @@ class Departures:
             )
             self._lender.complete(message.request, [choice.tokens(message.position)])
 
-    def unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> DecodeRequest | None:
-        """The lease on a sequence has ended. Returns its request if that is still open here."""
+    def unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> DecodeChoice | None:
+        """The lease on a sequence has ended. Returns the sequence if its request is still open here."""
         self._pool.release(block_ids)
-        choice = self._cut.pop(key, None)
-        if choice is None:
-            return None
-        if settled:
-            choice.moved = True
-            self.num_moved += 1
-            self._tell_moved(choice)
-        return choice.request
+        return self._cut.pop(key, None)
+
+    def leave(self, choice: DecodeChoice, *, settled: bool) -> None:
+        """A sequence that was cut is nothing of this worker's any more: another worker continues it (`settled`), or it
+        is given up, and the gateway begins it again."""
+        choice.moved = True
+        self.num_moved += settled
+        self._tell_moved(choice)
 
     def tell_again(self, choice: DecodeChoice) -> None:
         """Repeat to a gateway that lost messages that a sequence was cut, or has moved."""
@@ -199,11 +199,14 @@ class _Arrival:
 class Arrivals:
     """Sequences that move to this worker. Blocks are reserved before the source is asked for anything."""
 
-    def __init__(self, scheduler: DecodeScheduler, pool: BlockPool, pulls: Pulls, block_size: int) -> None:
+    def __init__(
+        self, scheduler: DecodeScheduler, pool: BlockPool, pulls: Pulls, block_size: int, vocab_size: int
+    ) -> None:
         self._scheduler = scheduler
         self._pool = pool
         self._pulls = pulls
         self._block_size = block_size
+        self._vocab_size = vocab_size
         self._arrivals: dict[DecodeRequest, _Arrival] = {}
         """Moves until the second stage owns the blocks."""
         self.num_tail_blocks = 0
@@ -288,8 +291,8 @@ class Arrivals:
     def _attach(self, arrival: _Arrival) -> None:
         arrival.ahead = None
         assert arrival.request.pull is not None
-        work = arrival.request.work
-        self._pulls.begin(arrival.request.pull, lambda tokens: goes_on(tokens, work))
+        work, vocab_size = arrival.request.work, self._vocab_size
+        self._pulls.begin(arrival.request.pull, lambda tokens: goes_on(tokens, work, vocab_size))
 
     def _of(self, ahead: Pull) -> _Arrival | None:
         return next((arrival for arrival in self._arrivals.values() if arrival.ahead is ahead), None)
@@ -309,10 +312,17 @@ def pull_of(work: Decode) -> Pull:
     return Pull(work.key, work.source, sequence=wanted)
 
 
-def goes_on(tokens: Sequence[Tokens], work: Decode) -> bool:
+def known(tokens: Tokens, vocab_size: int) -> bool:
+    """Whether a source has told of tokens of the model only: the engine cannot compute others."""
+    return all(token < vocab_size for token in tokens.token_ids)
+
+
+def goes_on(tokens: Sequence[Tokens], work: Decode, vocab_size: int) -> bool:
     """Whether `tokens` are those that a cut sequence has beyond `work.token_ids`, with at least the one that has no KV
     yet."""
     return len(tokens) == 1 and (
-        (tokens[0].choice, tokens[0].position, tokens[0].finish_reason) == (work.choices[0], len(work.token_ids), None)
+        known(tokens[0], vocab_size)
+        and (tokens[0].choice, tokens[0].position, tokens[0].finish_reason)
+        == (work.choices[0], len(work.token_ids), None)
         and (tokens[0].logprobs is None) == (work.sampling.logprobs is None)
     )

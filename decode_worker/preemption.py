@@ -48,22 +48,22 @@ class Preemption:
         """Reservations that were taken back before the first read."""
 
     def relieve(self, step: Step, now: float) -> None:
-        """Take from lower tiers the blocks that a waiting request of a higher tier lacks. No holder gives way twice."""
+        """Take from lower tiers the blocks that a waiting request of a higher tier lacks, or is expected to lack later:
+        who gives way does not grow either. No holder gives way twice."""
         pressure = self._entrance.take_pressure()
         if pressure is None:
             return
-        rank, lacking = pressure
-        lacking -= self._num_ending
-        ending = self._batch.ending
+        ending, num_ending = self._batch.ending, self._num_ending
         running = [each for each in self._batch.running() if each not in ending]
         holders = (*running, *self._batch.ready(), *self._prompts, *self._entrance.unread())
-        victims = [each for each in holders if _seniority(each)[0] > rank and not each.gave_way]
+        victims = [each for each in holders if _seniority(each)[0] > pressure.rank and not each.gave_way]
         victims.sort(key=_seniority, reverse=True)
+        num_freed = 0
         for victim in victims:
-            if lacking <= 0:
+            if self._entrance.num_lacking(pressure, num_freed, num_ending) <= 0:
                 break
             victim.gave_way = True
-            lacking -= self.preempt(victim, step, now)
+            num_freed += self.preempt(victim, step, now)
 
     def make_room(self, lacking: Collection[DecodeChoice], step: Step, now: float) -> set[DecodeChoice]:
         """Preempt until there will be a block, when this step has ended, for each of `lacking`. Returns those of

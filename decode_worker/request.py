@@ -189,7 +189,7 @@ class DecodeChoice:
     num_put_off: int = 0
     """Times that it was not cut because it had run too far ahead of what its sink had read."""
     moved: bool = False
-    """Whether another worker continues it."""
+    """Whether another worker continues it, or nobody took it over after it was cut."""
     lookup: Lookup | None = None
     """What is expected next of its text; None before it was first asked for."""
     draft: DraftTable | None = None
@@ -205,6 +205,11 @@ class DecodeChoice:
     def key(self) -> tuple[DecodeRequest, int]:
         """(request, choice)."""
         return self.request, self.sequence.choice
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this worker has more to generate of it, as far as is known."""
+        return self.finish_reason is None and not self.moved
 
     def enter(self, event: StageEvent) -> None:
         """Change the stage."""
@@ -305,14 +310,14 @@ class DecodeRequest:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended or moved away."""
-        return bool(self.choices) and all(each.finish_reason is not None or each.moved for each in self.choices)
+        """Whether every choice has ended, moved away or was given up."""
+        return bool(self.choices) and not any(each.goes_on for each in self.choices)
 
     @property
     def num_new(self) -> int:
         """Smallest number of new tokens, beyond those that the request came with, among the choices that have not
         finished."""
-        going_on = [each.sequence.num_tokens for each in self.choices if each.finish_reason is None]
+        going_on = [each.sequence.num_tokens for each in self.choices if each.goes_on]
         return min(going_on, default=0) - len(self.work.token_ids)
 
 

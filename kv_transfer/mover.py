@@ -33,6 +33,8 @@ LONGEST_SERVING_POLL_INTERVAL_S = 0.005
 READ_BYTES_PER_S = 1e9
 """The rate at which peers should have read something: that of a slow network. Over TCP a read sends what fits into a
 socket's buffer between two polls, so that a faster one may need the shorter interval."""
+_HUNG_S = 30.0
+"""Seconds after which `close` does not wait for the thread any more: a call into UCX or a driver has not returned."""
 CLOSE_GRACE_S = 0.5
 """Seconds that `close` gives open reads to end, because UCX may abort a source whose sink leaves during a read."""
 
@@ -141,11 +143,16 @@ class Mover:
 
     async def close(self) -> None:
         """End the thread and the transport. Open reads have `CLOSE_GRACE_S` to end; the others are reported as
-        failed."""
+        failed. A thread that a call of the transport holds up for `_HUNG_S` is left behind."""
         if self._thread is None:
             return
         self._commands.put(_Stop())
-        await asyncio.shield(self._ended)
+        try:
+            async with asyncio.timeout(_HUNG_S):
+                await asyncio.shield(self._ended)
+        except TimeoutError:
+            _logger.error("the transport has not ended after %.0f s: it is left as it is", _HUNG_S)
+            return
         self._thread.join()
 
     def _report(self, ended: _Ended) -> None:

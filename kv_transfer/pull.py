@@ -50,10 +50,11 @@ MAX_GAPS = 64
 _OF_THE_SOURCE = {
     Cause.DRAINING: Cause.LEASE_LOST,
     Cause.TOO_LARGE: Cause.LEASE_LOST,
+    Cause.CAPACITY: Cause.WORKER_LOST,
     Cause.INTERNAL: Cause.WORKER_LOST,
 }
-"""Causes that concern the source alone, and what a sink gives instead: as its own they would be held against it. A
-fault of the source is held against the source."""
+"""Causes that concern the source alone, and what a sink gives instead: as its own they would be held against it. What
+the source cannot do is held against the source."""
 
 
 class PullState(StrEnum):
@@ -319,10 +320,12 @@ class Pull:
         return [Admit(self._sink_blocks, self._first_tokens)]
 
     def withdrawn(self, message: OfferWithdrawn) -> list[PullAction]:
-        """The source has nothing (more) to offer. A cause that concerns the source alone is not passed on as the sink's
-        own."""
-        cause = _OF_THE_SOURCE.get(message.cause, message.cause)
-        return self.abandon(cause, f"the source withdrew its offer: {message.message}")
+        """The source has nothing (more) to offer."""
+        return self.refused(message.cause, f"the source withdrew its offer: {message.message}")
+
+    def refused(self, cause: Cause, message: str) -> list[PullAction]:
+        """The source gives nothing, or is lost. A cause that concerns it alone is not passed on as the sink's own."""
+        return self.abandon(_OF_THE_SOURCE.get(cause, cause), message)
 
     def abandon(self, cause: Cause | None, message: str) -> list[PullAction]:
         """Give up; inert if the pull has ended."""

@@ -228,7 +228,7 @@ class Pulls:
         after which its quarantined blocks are released."""
         self._sources.pop(event.address, None)
         for pull in self._pulling_from(event.address):
-            self.abandon(pull, event.cause, f"the source at {event.address}: {event.why}")
+            self._do(pull, pull.refused(event.cause, f"the source at {event.address}: {event.why}"))
         if event.source is not None:
             self._replace_agent(event.source)
 

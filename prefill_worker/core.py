@@ -70,6 +70,10 @@ from prefill_worker.steps import PrefillSteps
 
 log = logging.getLogger(__name__)
 
+_SAMPLED_BYTES = 256 * 2**20
+"""Most memory of the float32 logits that a step samples from, or those of one prompt. Sampling may copy them a few
+times."""
+
 
 class PrefillCore:
     """The state of a prefill worker and every decision about its requests."""
@@ -94,6 +98,7 @@ class PrefillCore:
             ageing_s=settings.ageing_s,
             ttft_target_s=settings.ttft_target_s,
             costs=engine.costs,
+            most_samples=_SAMPLED_BYTES // (4 * engine.runner.config.vocab_size),
         )
         self._agenda = Agenda(self._decide)
         self.exchange = Exchange(self._agenda, settings, region, self._find_prefix, settings.unattached_ttl_s)
@@ -222,7 +227,7 @@ class PrefillCore:
         fails."""
         request = self.masks.made(state)
         if request is not None and gave_up is not None:
-            self._fail(request, Cause.INVALID, gave_up.why)
+            self._fail(request, gave_up.cause, gave_up.why)
         elif request is not None:
             self.scheduler.add(request)
 

@@ -12,6 +12,7 @@ The life cycle of a request is `prefill_worker.request.PROMPT_TABLE`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from common.contract.block_hashes import block_hashes
@@ -57,7 +58,9 @@ class PrefillScheduler:
         ageing_s: float,
         ttft_target_s: Callable[[Tier], float],
         costs: Costs,
+        most_samples: int = sys.maxsize,
     ) -> None:
+        """A step samples at most `most_samples` first tokens, or those of one prompt."""
         self._pool = pool
         self._block_size = block_size
         self._chunk_size = chunk_size
@@ -68,6 +71,7 @@ class PrefillScheduler:
         """Longest expected duration of a step. A prompt of any tier may arrive during any step, and waits for its end;
         if the next step is planned already, it waits for that one, too."""
         self._costs = costs
+        self._most_samples = most_samples
         self._requests: dict[RequestId, PrefillRequest] = {}
         self.waiting: FairQueue[PrefillRequest] = FairQueue(ageing_s=ageing_s)
         """Requests without blocks."""
@@ -183,7 +187,17 @@ class PrefillScheduler:
         """The next step: chunks of running prompts, in order, within the token budget."""
         permitted = self.trials.permitted(self.running, lambda request: request.key, now)
         chunk_size = self._chunk_tokens()
-        chunks = self.running.schedule(self._step_tokens(chunk_size, now), chunk_size, now, permitted)
+        num_samples = 0
+
+        def may_end(request: PrefillRequest) -> bool:
+            nonlocal num_samples
+            num = len(request.work.choices)
+            if num_samples and num_samples + num > self._most_samples:
+                return False
+            num_samples += num
+            return True
+
+        chunks = self.running.schedule(self._step_tokens(chunk_size, now), chunk_size, now, permitted, may_end)
         for chunk in chunks:
             if chunk.prompt.started_at is None:
                 chunk.prompt.started_at = now

@@ -87,14 +87,14 @@ def able(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerVi
 
 
 def decode_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
-    workers = [worker for worker in able(caution, workers, ask) if not (caution.admitted and worker.full)]
+    workers = able(caution, workers, ask)
     return beside(caution, [worker for worker in workers if worker.life not in caution.avoid] or workers)
 
 
 def prefill_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
     shunned = caution.avoid | caution.too_small
     workers = [worker for worker in fitting(caution, workers) if worker.life not in shunned]
-    return beside(caution, [w for w in workers if holds(w, ask.num_tokens) and not (caution.admitted and w.full)])
+    return beside(caution, [worker for worker in workers if holds(worker, ask.num_tokens)])
 
 
 def of_profile(workers: list[WorkerView], tier: Tier, target: Target, wait_s: list[float]) -> list[WorkerView]:

@@ -118,7 +118,7 @@ class Engine:
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.runner = SimpleNamespace(
-            config=SimpleNamespace(max_sequence_tokens=MAX_TOKENS, eos_token_ids=frozenset()),
+            config=SimpleNamespace(max_sequence_tokens=MAX_TOKENS, eos_token_ids=frozenset(), vocab_size=1000),
             objection=lambda token_ids, sampling, prediction=(): None,
             grammars=None,
             layout=SimpleNamespace(block_size=BLOCK_SIZE),

@@ -47,7 +47,8 @@ class Cause(StrEnum):
     WORKER_LOST = "worker_lost"
     """A worker that held the request died, restarted or fell silent."""
     LEASE_LOST = "lease_lost"
-    """The source could not prove that the blocks that were read were valid; nothing was decoded from them."""
+    """The source could not prove that the blocks that were read were valid, or has nothing (more) to offer; nothing was
+    decoded from them."""
     TRANSFER = "transfer"
     """The blocks could not be moved."""
     FINGERPRINT = "fingerprint"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
+from common.contract.errors import Cause
 from common.runtime.grammar_limits import OWN_BOUNDS, exceeded, grammar_limits
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class GaveUp:
     bound: str
     """Name of the bound, or "none"."""
     why: str
+    cause: Cause = Cause.INVALID
+    """Why the request fails; the grammar's own fault, unless said otherwise."""
 
 
 class Grammars:

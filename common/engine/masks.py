@@ -19,6 +19,7 @@ from functools import partial
 
 from llguidance import LLMatcher
 
+from common.contract.errors import Cause
 from common.engine.grammar import GaveUp, Grammars, GrammarState, Unread
 from common.runtime.daemon_threads import DaemonThreads
 from common.runtime.grammar_limits import STACK_BYTES
@@ -34,6 +35,10 @@ _TURN_S = 0.002
 
 Tell = Callable[[GaveUp | None], None]
 """Called with None when the mask is there, or with the reason why it will never be."""
+
+
+class _PanicError(Exception):
+    """The library could not compile a grammar that it has accepted before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +126,11 @@ class Masks:
                 if line[0].dropped:
                     line.popleft()
                     continue
-                compiled = await self._compiled_for(grammar, line[0])
+                try:
+                    compiled = await self._compiled_for(grammar, line[0])
+                except _PanicError:
+                    self._done(line.popleft(), GaveUp("none", "the grammar cannot be compiled"))
+                    continue
                 async with self._turns:
                     jobs = [job for job in line if job.state.matcher is not None or not (job.alone or compiled is None)]
                     num_done = await asyncio.wrap_future(self._threads.submit(partial(self._turn, compiled, jobs)))
@@ -137,10 +146,10 @@ class Masks:
                         self._done(job, job.result)
         except asyncio.CancelledError:
             raise
-        except BaseException:  # noqa: BLE001 (a panic of the library is none of Python's own exceptions)
-            _log.exception("a grammar could not be followed")
+        except Exception:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+            _log.exception("no masks can be made of a grammar")
             for job in line:
-                self._done(job, GaveUp("none", "the grammar cannot be followed"))
+                self._done(job, GaveUp("none", "this worker cannot follow the grammar", Cause.INTERNAL))
         finally:
             del self._lines[grammar]
 
@@ -153,7 +162,7 @@ class Masks:
         assert self._grammars is not None, "nobody has refused the request"
         compiled = self._compiled.get(grammar)
         if job.state.matcher is None and (compiled is None or job.alone):
-            matcher = await asyncio.wrap_future(self._compiler.submit(partial(self._grammars.compile, grammar)))
+            matcher = await asyncio.wrap_future(self._compiler.submit(partial(self._compile, grammar)))
             if job.alone:
                 job.state.matcher, job.state.shared, job.state.num_read = matcher, None, 0
                 return compiled
@@ -168,8 +177,17 @@ class Masks:
         """`job` needs a matcher of its own, and no later request copies the one that it has shared. That may be gone
         already, or another may be kept in its place by now."""
         job.alone = True
-        if self._compiled.get(grammar) is job.state.shared:
+        if job.state.shared is not None and self._compiled.get(grammar) is job.state.shared:
             del self._compiled[grammar]
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """On the compiler's thread. Raises `_PanicError`."""
+        assert self._grammars is not None
+        try:
+            return self._grammars.compile(grammar)
+        except BaseException as error:
+            _log.exception("a grammar could not be compiled")
+            raise _PanicError from error
 
     def _turn(self, compiled: LLMatcher | None, jobs: Sequence[_Job]) -> int:
         """On a mask thread: compute masks of `jobs`, in order, until the turn's time is over, but at least one. Returns
@@ -178,8 +196,15 @@ class Masks:
         end = time.perf_counter() + _TURN_S
         for number, job in enumerate(jobs, 1):
             if not job.dropped:
-                output = job.token_ids[job.prompt_len :]
-                job.result = self._grammars.read(compiled, job.state, output, lambda: time.perf_counter() > end)
+                try:
+                    output = job.token_ids[job.prompt_len :]
+                    job.result = self._grammars.read(compiled, job.state, output, lambda: time.perf_counter() > end)
+                except BaseException:  # noqa: BLE001 (a panic of the library is none of Python's own exceptions)
+                    _log.exception("a grammar could not be followed")
+                    job.result = GaveUp("none", "the grammar cannot be followed") if job.alone else Unread.FULL
+                    if job.state.matcher is None:  # the copy has failed
+                        job.state.shared = compiled
+                    job.state.matcher = None  # what it has shared with others may be the worse for it, too
             if time.perf_counter() > end:
                 return number
         return len(jobs)

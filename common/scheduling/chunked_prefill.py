@@ -151,12 +151,18 @@ class ChunkQueue(Generic[P]):
         return (self._prompts[self._order[index]] for index in range(bisect_left(self._order, (rank,)), len(self)))
 
     def schedule(
-        self, token_budget: int, chunk_size: int, now: float, only: Callable[[P], bool] | None = None
+        self,
+        token_budget: int,
+        chunk_size: int,
+        now: float,
+        only: Callable[[P], bool] | None = None,
+        may_end: Callable[[P], bool] = lambda _: True,
     ) -> list[Chunk[P]]:
         """Schedule the next step: chunks of at most `chunk_size` tokens each and `token_budget` tokens in all, by
         urgency.
 
-        With `only`, chunks are taken only from prompts for which it returns true, and aged tiers get no share.
+        With `only`, chunks are taken only from prompts for which it returns true, and aged tiers get no share. The last
+        token of a prompt that would end in the step is left to a later one unless `may_end`.
         """
         sizes: dict[P, int] = {}
         if only is None:
@@ -167,9 +173,13 @@ class ChunkQueue(Generic[P]):
         chunks = []
         for prompt in sorted(sizes, key=lambda prompt: prompt.urgency):
             start = self._num_scheduled(prompt)
-            chunk = Chunk(prompt, start, start + sizes[prompt])
-            self._in_flight.setdefault(prompt, []).append(chunk)
-            chunks.append(chunk)
+            end = start + sizes[prompt]
+            if end == len(prompt.token_ids) and not may_end(prompt):
+                end -= 1
+            if end > start:
+                chunk = Chunk(prompt, start, end)
+                self._in_flight.setdefault(prompt, []).append(chunk)
+                chunks.append(chunk)
         return chunks
 
     def step_done(self, chunks: Sequence[Chunk[P]]) -> list[Chunk[P]]:

@@ -21,9 +21,9 @@ _QUEUED_PIECES = 64
 """Pieces that wait for the client, of a request with several prompts; at this number its generations are not read."""
 _TURN_CHOICES = 64
 """Choices without tokens that are answered in one turn of the event loop."""
-_PROMPTS_AT_ONCE = 64
-"""Prompts of one request that are generated at a time; the others begin as these end. With this bound, all requests
-that may be in flight have no more open generations than one message to a worker can list."""
+_PROMPTS_AT_ONCE = 32
+"""Prompts of one request that are generated at a time; the others begin as these end. With this bound as many requests
+as may be in flight by default have no more open generations than one message to a worker can list."""
 
 
 class ChoicePieces(Protocol):

@@ -36,15 +36,8 @@ class Candidates:
         self._registry = registry
         self._router = router
 
-    def stands(self, want: Want) -> bool:
-        """Whether the worker that made the want's offer is still there, and makes progress."""
-        assert want.offer is not None
-        life = want.offer.life
-        worker = self._registry.workers.get(life.address)
-        return worker is not None and worker.incarnation == life.incarnation and not worker.stalled
-
     def able(self, want: Want, fingerprint: Fingerprint | None) -> list[WorkerView]:
-        """The decode workers that may take these choices, full ones included."""
+        """The decode workers that may take these choices."""
         return self._registry.table.views(self._rows(_caution(want, fingerprint), _ask(want)))
 
     def hope(self, want: Want, fingerprint: Fingerprint | None) -> bool:

@@ -230,14 +230,13 @@ class Dispatcher(Collector):
             self._carry_out_all(request, request.flow.on_message(attempt, assignment, message))
 
     def _on_offer(self, request: OpenRequest, address: str, message: RequestMessage) -> bool:
-        """Handle the failure of a prefill worker whose offer waits for a decode worker. Returns whether it is one."""
+        """Handle a message of a prefill worker whose offer waits for a decode worker. Returns whether it is one."""
         want = request.flow.offered(message.key, address)
-        if want is None or not isinstance(message, Failed):
+        if want is None:
             return False
-        if message.cause is Cause.DRAINING:
-            self._registry.declined(address, message.cause)
-        self.placement.waiting.discard(want)
-        self._carry_out_all(request, request.flow.offer_failed(want, message.cause, message.message))
+        if isinstance(message, Failed) and message.cause is Cause.DRAINING:
+            self._registry.declined(address)
+        self._carry_out_all(request, request.flow.on_offer(want, message))
         return True
 
     def on_resync(self, address: str, listed: frozenset[RequestKey], known: frozenset[RequestKey]) -> None:
@@ -247,6 +246,10 @@ class Dispatcher(Collector):
                 if assignment.key in listed:
                     is_known = assignment.key in known
                     self._carry_out_all(request, request.flow.on_resync(attempt, assignment, known=is_known))
+            for key in request.flow.keys_at(address):  # those of offers are left
+                want = request.flow.offered(key, address) if key in listed - known else None
+                if want is not None:
+                    self._carry_out_all(request, request.flow.offer_unknown(want))
 
     def on_loss(self, address: str, why: str, crash: Crash | None) -> None:
         """Handle the loss of what a worker has."""
@@ -346,7 +349,7 @@ class Dispatcher(Collector):
         request.flow.generation.waterfall.began(
             attempt.key,
             attempt.choices,
-            attempt.begun_at,
+            attempt.decode.given_at,
             decode=attempt.decode.life.address,
             prefill=None if prefill is None else prefill.life.address,
             moving=attempt.moving is not None,
@@ -384,11 +387,10 @@ class Dispatcher(Collector):
         elif isinstance(message, Failed):
             if attempt.moving is not None and first:
                 self.recovery.moves["stayed"] += 1
-            # A refusal concerns the worker's other requests too. Two do not: no room for a sequence that already runs
-            # elsewhere, and too many waiting for one more to be admitted.
-            full = message.cause is Cause.CAPACITY and attempt.admitted and attempt.moving is None
-            if full or message.cause is Cause.DRAINING:
-                self._registry.declined(address, message.cause)
+            if message.cause is Cause.CAPACITY and attempt.moving is not None:
+                self._registry.no_room(address, assignment.num_tokens, self._clock())
+            elif message.cause is Cause.DRAINING:
+                self._registry.declined(address)
 
     def _count(self, flow: Flow) -> None:
         """Add to the totals what a flow has counted since the last time."""

@@ -16,10 +16,11 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
+import zmq
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from common.contract.errors import FingerprintMismatchError
+from common.contract.errors import FingerprintMismatchError, OperatorError
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message, RequestMessage
 from common.contract.messages.gateway import Abort, Drain, Resume
@@ -71,6 +72,8 @@ class _Order(NamedTuple):
     """An operator's order to a worker."""
 
     message: Drain | Resume
+    worker: Incarnation | None
+    """The worker's process that it is for."""
     number: int
     """Its number within the session."""
 
@@ -119,13 +122,15 @@ class Links:
     async def run(self) -> None:
         """Keep links to every worker until cancelled.
 
-        Raises `FingerprintMismatchError` if workers turn out not to fit together before each role had a usable worker.
+        Raises `OperatorError` if there are no file descriptors for the links to the workers that are known from the
+        start, and `FingerprintMismatchError` if workers turn out not to fit together before each role had a usable one.
         A misfit that is discovered, comes later, or occurs while requests are served is logged, and the worker is
         refused.
         """
         self._broken = asyncio.get_running_loop().create_future()
         for address in self._registry.workers:
-            self._link(address)
+            if not self._link(address):
+                raise OperatorError(f"no link to the worker at {address} can be made: are there file descriptors left?")
         try:
             await self._broken
         finally:
@@ -153,24 +158,28 @@ class Links:
             if worker is not None and (worker.role, worker.identity) != (role, endpoint.identity):
                 self._forget(address, "its address is another worker's now")
                 worker = None
-            if worker is None:
+            if worker is None and (self._broken is None or self._link(address)):
                 self._registry.add(role, endpoint)
-                if self._broken is not None:
-                    self._link(address)
         self._registry.relist(role, {each.address: each.serving for each in endpoints})
         for worker in list(self._registry.workers.values()):
             if not worker.listed and worker.incarnation is None:
                 self._forget(worker.address, "it is not listed any more")
         self._workers_changed()
 
-    def _link(self, address: str) -> None:
-        link = ControlClient(
-            self._context, address, self._me, self, self._clock, self._pulse, self._keys, resolver=self._resolver
-        )
+    def _link(self, address: str) -> bool:
+        """Begin to link with a worker. False if that cannot be now: the next list of the workers has it again."""
+        try:
+            link = ControlClient(
+                self._context, address, self._me, self, self._clock, self._pulse, self._keys, resolver=self._resolver
+            )
+        except zmq.ZMQError as error:  # no file descriptor is left
+            log.error("no link to %s can be made: %s", address, error)
+            return False
         self._links[address] = link
         task = asyncio.create_task(link.run())
         self._linking[task] = link
         task.add_done_callback(self._on_link_end)
+        return True
 
     def _on_link_end(self, task: asyncio.Task[None]) -> None:
         link = self._linking.pop(task)
@@ -187,6 +196,7 @@ class Links:
             self._traffic_before.add(link.traffic)
             next(task for task, of in self._linking.items() if of is link).cancel()
         self._listed.pop(address, None)
+        self._orders.pop(address, None)
         self._registry.remove(address)
         self._requests.on_forgotten(address)
 
@@ -216,7 +226,7 @@ class Links:
         """Send an operator's order; if messages are lost before it has arrived, it is sent again."""
         link = self._links[address]
         link.send(message)
-        self._orders[address] = _Order(message, link.num_sent)
+        self._orders[address] = _Order(message, link.worker, link.num_sent)
 
     def may_have_crashed(self, address: str) -> bool:
         """Whether a worker's connection has broken, and it is not known yet whether it has crashed."""
@@ -234,6 +244,9 @@ class Links:
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """Handle the opening of a worker's session."""
         assert link.worker is not None
+        order = self._orders.pop(link.address, None)
+        if order is not None and order.worker == link.worker:  # it may have been lost with the session before
+            self._order(link.address, order.message)
         try:
             self._registry.opened(link.address, link.worker, welcome)
         except FingerprintMismatchError as error:
@@ -296,7 +309,6 @@ class Links:
 
     def _session_over(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         self._registry.lost(link.address)
-        self._orders.pop(link.address, None)
         if link.worker is not None:
             self._index.forget(WorkerLife(link.address, link.worker))
         self._lose(link.address, why, crashed=crashed)

@@ -91,7 +91,7 @@ class Placement:
         if self._looked_at != self._registry.epoch:
             self._looked_at = self._registry.epoch
             self.waiting.look_again()
-        waiting = self.waiting.next(self._registry.takes)
+        waiting = self.waiting.next()
         if waiting is None and not self.leaving:
             return None
         self._moved_last = waiting is None or (bool(self.leaving) and not self._moved_last)
@@ -146,17 +146,13 @@ class Placement:
         """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
         flow, fingerprint = request.flow, request.fingerprint
         able = self.candidates.able(want, fingerprint)
-        refused = not able and want.refusal is not None and not want.admitted
-        if not refused and (not able or (want.admitted and all(worker.full for worker in able))):
-            lives = frozenset(worker.life for worker in able)
-            self.waiting.park(want, flow.generation.tier.rank, lives)
+        if not able and (want.refusal is None or want.admitted):
+            self.waiting.park(want)
             return self._note_hope(want, request, now)
         self.waiting.discard(want)
-        if refused:
+        if not able:
             assert want.refusal is not None
             return flow.fail(want.refusal.cause, want.refusal.message)
-        if want.offer is not None and not self.candidates.stands(want):
-            return flow.without_offer(want)
         return self._route(want, request, now)
 
     def _note_hope(self, want: Want, request: OpenRequest, now: float) -> Sequence[Hopeless]:

@@ -62,7 +62,7 @@ class LocalPrefill(StrEnum):
     NO_PREFILL_WORKER = "no_prefill_worker"
     """The deployment has prefill workers, but none is usable."""
     REFUSED = "refused"
-    """Prefill workers are usable, but none takes the prompt: they are full, have failed it, or cannot hold it."""
+    """Prefill workers are usable, but none takes the prompt: they have refused or failed it, or cannot hold it."""
 
 
 class Ask(NamedTuple):
@@ -160,18 +160,18 @@ class Caution(NamedTuple):
     too_small: frozenset[WorkerLife] = frozenset()
     """Workers that have said that they can never hold the request."""
     admitted: bool = False
-    """Whether the request is admitted. It may then retry workers that failed it, and wait for full ones."""
+    """Whether the request is admitted. It may then retry workers that failed it."""
 
     def able(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
-        """Decode workers that may take the request, now or once they are not full. Those that report that they can hold
-        it are returned; if there are none, all, and the worker decides whether it fits."""
+        """Decode workers that may take the request. Those that report that they can hold it are returned; if there are
+        none, all, and the worker decides whether it fits."""
         rows = _without(table, self._fitting(table, rows), self.too_small)
         rows = _or(rows[table.max_sequence_tokens[rows] >= ask.most_tokens], rows)
         return rows if self.admitted else _without(table, rows, self.avoid)
 
     def decode(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
         """Decode workers to choose from. If all of them have failed the request, all are returned."""
-        rows = self._not_full(table, self.able(table, rows, ask))
+        rows = self.able(table, rows, ask)
         return self._beside(table, _or(_without(table, rows, self.avoid), rows))
 
     def prefill(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
@@ -179,10 +179,7 @@ class Caution(NamedTuple):
         compute prompts too."""
         rows = _without(table, self._fitting(table, rows), self.avoid | self.too_small)
         rows = rows[table.max_sequence_tokens[rows] >= ask.num_tokens]
-        return self._beside(table, self._not_full(table, rows))
-
-    def _not_full(self, table: LoadTable, rows: Rows) -> Rows:
-        return rows[table.full[rows] == 0] if self.admitted else rows
+        return self._beside(table, rows)
 
     def _beside(self, table: LoadTable, rows: Rows) -> Rows:
         return _or(rows[np.isin(rows, table.rows_of(self.beside))], rows) if self.beside else rows

@@ -32,6 +32,9 @@ from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.generation import Delta, Generation, PromptDelta
 from gateway.workers.worker_life import WorkerLife
 
+_REFUSALS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.TOO_LARGE})
+"""Causes that are refusals, not failures: this worker does not take the request, now or ever, but another one may."""
+
 
 @dataclass(slots=True, eq=False)
 class Assignment:
@@ -44,8 +47,19 @@ class Assignment:
     """Tokens of the assignment's prompt, whichever worker computes it."""
     handles: tuple[Handle, ...] = ()
     """A decode worker's assignment: the names of its choices in `StepTokens`, in their order."""
+    given_at: float = 0.0
+    """When the worker was given it; monotonic seconds."""
+    admitted: bool = False
+    """Whether the worker was told that the request was let in."""
     over: bool = False
     """Whether the worker has nothing more to do for it."""
+    lost: bool = False
+    """Whether the worker is lost, or does not know it any more."""
+
+    def refusal(self, cause: Cause) -> bool:
+        """Whether the worker refuses it with this cause, instead of failing. A worker must not refuse for want of room
+        what was let in."""
+        return cause in _REFUSALS and not (cause is Cause.CAPACITY and self.admitted)
 
 
 class SendToWorker(NamedTuple):
@@ -81,6 +95,8 @@ class Broken:
     message: str
     blame: Assignment | None
     """The assignment whose worker is to be avoided; None if none is."""
+    refused: bool = False
+    """Whether it is a refusal, and no failure."""
 
 
 AttemptAction = SendToWorker | Deliver | DeliverPrompt | Broken
@@ -120,13 +136,14 @@ class Attempt:
         if offer is not None:
             self.token_ids = self.token_ids[: offer.num_tokens]
         num_tokens = len(self.token_ids)
-        self.prefill = offer or (None if prefill is None else Assignment(Role.PREFILL, prefill, key, num_tokens))
-        self.decode = Assignment(Role.DECODE, decode, key, num_tokens, tuple(new_handle() for _ in choices))
+        self.prefill = offer
+        if offer is None and prefill is not None:
+            self.prefill = Assignment(Role.PREFILL, prefill, key, num_tokens, given_at=now, admitted=admitted)
+        handles = tuple(new_handle() for _ in choices)
+        self.decode = Assignment(Role.DECODE, decode, key, num_tokens, handles, now, admitted)
         self.assignments = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
         """The prefill worker's assignment, if there is one, and the decode worker's."""
         self.moving = moving
-        self.admitted = admitted
-        self.begun_at = now
         self.decode_has_spoken = False
         """Whether any tokens came from the decode worker. If so, it holds the KV of all earlier tokens."""
         self.suspicion = max((choice.suspicion for choice in choices), key=list(Suspicion).index)
@@ -162,7 +179,7 @@ class Attempt:
             "tier": generation.tier,
             "tenant": generation.tenant,
             "cache_salt": generation.cache_salt,
-            "admitted": self.admitted,
+            "admitted": self.decode.admitted,
             "suspicion": self.suspicion,
         }
         report = None if self.report.complete else generation.prompt_logprobs
@@ -189,7 +206,7 @@ class Attempt:
             case PromptLogprobs():
                 return self._on_prompt(assignment, message)
             case Failed(cause=cause, message=text):
-                return [Broken(assignment, cause, text, self._to_blame(assignment, cause))]
+                return [Broken(assignment, cause, text, self._to_blame(assignment, cause), assignment.refusal(cause))]
             case Finished() if assignment is self.decode and self.report.complete:
                 return self._ask_for_missing(again=False)
             case Cancelled():
@@ -219,6 +236,7 @@ class Attempt:
             return [self._without_prompt(assignment)]
         if known and assignment is self.decode:
             return self._ask_for_missing(again=True)
+        assignment.lost = not known
         if known or self._can_miss(assignment):
             return []
         message = f"the {assignment.role} worker does not know the request after lost messages"
@@ -227,6 +245,7 @@ class Attempt:
     def lost(self, assignment: Assignment, why: str) -> list[AttemptAction]:
         """Handle the end of a worker's session. Once a prefill worker has sent its first tokens, its loss concerns only
         the decode worker, which goes on if it has settled, and reports a failure if it has not."""
+        assignment.lost = True
         if self._can_miss(assignment):
             return []
         message = f"the {assignment.role} worker at {assignment.life.address} was lost: {why}"
@@ -239,7 +258,7 @@ class Attempt:
             return None
         if broken.assignment is not self.decode or self.decode_has_spoken or self.prefill is None:
             return None
-        if broken.blame is self.prefill or broken.cause is Cause.LEASE_LOST:
+        if self.prefill.lost or broken.blame is self.prefill or broken.cause is Cause.LEASE_LOST:
             return None
         return self.prefill
 

@@ -13,7 +13,8 @@ Life cycle of a request in the gateway:
        or too often, or no worker takes the request, or its time ran out. Cancelled: the client left. Each end frees
        every worker.
 
-A full, draining or too small worker is not a failure: other workers are asked. An admitted request waits for them.
+A full, draining or too small worker is not a failure: other workers are asked. No worker is too full for an admitted
+request, which waits for those that drain.
 
 A choice that was on a worker when it crashed is a suspect until it has passed the position where it was. The next
 worker computes its first steps together with those of other suspects, or alone (`common.scheduling.trials`), and
@@ -34,7 +35,7 @@ from common.contract.ids import RequestId, RequestKey, new_request_id
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import PrefixHint
 from common.contract.messages.session import Role
-from common.contract.messages.worker import Cut, Moved, PromptLogprobs
+from common.contract.messages.worker import Cut, Failed, Moved, PromptLogprobs
 from gateway.serving.attempt import (
     Assignment,
     Attempt,
@@ -46,6 +47,7 @@ from gateway.serving.attempt import (
     abort,
 )
 from gateway.serving.attempts import Attempts
+from gateway.serving.blame import count_crash, count_failure
 from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.flow_actions import (
     AssignmentOver,
@@ -57,19 +59,11 @@ from gateway.serving.flow_actions import (
     Want,
 )
 from gateway.serving.generation import Generation
-from gateway.serving.suspicion import MAX_CRASHES, Crash, Share
+from gateway.serving.suspicion import Crash, Share
 from gateway.workers.worker_life import WorkerLife
 
-MAX_FAILURES = 6
-"""Attempts at a choice that may fail without a new token in between; one more fails the request."""
-MAX_BUGS = 2
-"""Like `MAX_FAILURES`, but for failures that a worker reported as its own fault."""
 FIRST_DELAY_S = 0.05
 """Seconds before a new attempt after two failures in a row; each further failure doubles it."""
-_FINAL = frozenset({Cause.INVALID, Cause.DEADLINE})
-"""Causes that would fail at every worker."""
-_REFUSALS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.TOO_LARGE})
-"""Causes that are refusals, not failures: this worker does not take the request, now or ever, but another one may."""
 
 
 class FlowState(StrEnum):
@@ -177,31 +171,25 @@ class Flow:
         hint = f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}" if prefix else ""
         return self._begin(attempt, where + hint, budget_s, prefix)
 
-    def without_offer(self, want: Want) -> list[FlowAction]:
-        """The worker whose offer stood is gone, or hangs: want new workers for the unfinished choices instead."""
-        self.wants.remove(want)
-        choices = [choice for choice in want.choices if not choice.ended]
-        return [*self._let_go(want), *self._want_all(want.key.request, choices)]
-
     def offered(self, key: RequestKey, address: str) -> Want | None:
         """The want whose offer a prefill worker has made under this key; None if there is none."""
         offers = ((want, want.offer) for want in self.wants if want.offer is not None)
         return next((want for want, offer in offers if (offer.key, offer.life.address) == (key, address)), None)
 
-    def offer_failed(self, want: Want, cause: Cause, message: str) -> list[FlowAction]:
-        """The worker whose offer stood says that it has none: want new workers for the unfinished choices instead."""
+    def on_offer(self, want: Want, message: Message) -> list[FlowAction]:
+        """Handle a message of the worker whose offer stands. It fails, or its prompt is computed."""
         assert want.offer is not None, self.story
-        broken = Broken(want.offer, cause, message, blame=want.offer)
-        self.story.append(f"{cause}: {message}")
-        if cause in _REFUSALS:
-            self._note_refusal(want.choices, broken)
-            return self.without_offer(want)
-        for choice in want.choices:
-            choice.num_failures += 1
-            choice.num_bugs += cause is Cause.INTERNAL
-            choice.avoid.add(broken.assignment.life)
-        end = self._exhausted(want.choices, broken)
-        return self.without_offer(want) if end is None else self.fail(end.cause, end.message)
+        if isinstance(message, Failed):
+            blame = None if message.cause is Cause.LEASE_LOST else want.offer
+            refused = want.offer.refusal(message.cause)
+            return self._offer_failed(want, Broken(want.offer, message.cause, message.message, blame, refused))
+        return self._over(want.offer)
+
+    def offer_unknown(self, want: Want) -> list[FlowAction]:
+        """The worker whose offer stood does not know it after lost messages."""
+        assert want.offer is not None, self.story
+        message = f"the {want.offer.role} worker does not know the request after lost messages"
+        return self._offer_failed(want, Broken(want.offer, Cause.WORKER_LOST, message, blame=None))
 
     def move(
         self, attempt: Attempt, choice: Choice, decode: WorkerLife, budget_s: float, *, now: float
@@ -219,9 +207,10 @@ class Flow:
         if not self.running:
             return []
         actions: list[FlowAction] = []
-        if assignment.role is Role.PREFILL and not assignment.over and not isinstance(message, PromptLogprobs):
-            assignment.over = True  # the first message ends its work: its prompt is computed, or never will be
-            actions.append(AssignmentOver(assignment))
+        if assignment.role is Role.PREFILL and not isinstance(message, PromptLogprobs):
+            actions += self._over(
+                assignment
+            )  # the first message ends its work: the prompt is computed, or never will be
         duplicates, gaps = attempt.num_duplicates, attempt.num_gaps
         decided = attempt.on_message(assignment, message)
         self.num_duplicates += attempt.num_duplicates - duplicates
@@ -241,8 +230,11 @@ class Flow:
         actions: list[FlowAction] = []
         for attempt, assignment in self.attempts.at(address):
             if self.running and attempt in self.attempts:
-                share = Share.NONE if crash is None else crash.share_of(assignment.key, attempt.begun_at)
+                share = Share.NONE if crash is None else crash.share_of(assignment.key, assignment.given_at)
                 actions += self._do(attempt, attempt.lost(assignment, why), share)
+        for want in self.wants[:]:
+            if self.running and want.offer is not None and want.offer.life.address == address:
+                actions += self._offer_lost(want, want.offer, why, crash)
         return actions
 
     def fail(self, cause: Cause, message: str) -> list[FlowAction]:
@@ -301,7 +293,10 @@ class Flow:
         """An attempt has failed: want workers for the choices that it was to generate."""
         self.story.append(f"{broken.cause}: {broken.message}")
         wanting = [choice for choice in attempt.unfinished if self.attempts.needs(choice, attempt)]
-        end = self._count_failure(attempt, wanting, broken, share)
+        held = [
+            each for each in attempt.unfinished if each in wanting or self.attempts.source_of(attempt, each) is None
+        ]
+        end = self._count_failure(attempt.unfinished, wanting, held, broken, share)
         offer = attempt.standing_offer(broken) if wanting and end is None else None
         actions: list[FlowAction] = [abort(assignment) for assignment in attempt.assignments if assignment is not offer]
         actions += self._close(attempt, keep=offer)
@@ -317,33 +312,46 @@ class Flow:
             return [*actions, self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
         return [*actions, *self._want_all(attempt.key.request, wanting)]
 
-    def _count_failure(self, attempt: Attempt, wanting: Sequence[Choice], broken: Broken, share: Share) -> Fail | None:
-        """Count the failure for the choices that it concerns. Returns the end of the request if it is one too many."""
-        if broken.cause in _REFUSALS:
-            self._note_refusal(attempt.unfinished, broken)
+    def _count_failure(
+        self,
+        asked: Sequence[Choice],
+        wanting: Sequence[Choice],
+        held: Sequence[Choice],
+        broken: Broken,
+        share: Share,
+    ) -> Fail | None:
+        """Count a failure, or note the refusal of what a worker was `asked` for; see `gateway.serving.blame`."""
+        if broken.refused:
+            self._note_refusal(asked, broken)
             return None
         self.admitted = True
-        proven = share is Share.ALONE and any(choice.suspected for choice in wanting)
-        for choice in wanting:
-            choice.num_failures += share not in (Share.STOOD_BY, Share.IN_GROUP)  # others have probably crashed it
-            choice.num_bugs += broken.cause is Cause.INTERNAL
-            if broken.blame is not None:
-                choice.avoid.add(broken.blame.life)
-        for choice in attempt.unfinished:
-            if choice in wanting or self.attempts.source_of(attempt, choice) is None:  # it was on that worker
-                choice.suspect(share)
-        if proven:
-            message = "workers have crashed with this request, the last one while it computed nothing else"
-            return Fail(Cause.POISON, f"{message}: {broken.message}")
-        if any(choice.num_crashes > MAX_CRASHES for choice in wanting):
-            return Fail(Cause.POISON, f"{MAX_CRASHES + 1} workers have crashed with this request: {broken.message}")
-        return self._exhausted(wanting, broken)
+        return count_failure(wanting, held, broken, share)
 
-    @staticmethod
-    def _exhausted(wanting: Sequence[Choice], broken: Broken) -> Fail | None:
-        """The end of the request if choices have failed too often, or for good."""
-        exhausted = any(choice.num_failures > MAX_FAILURES or choice.num_bugs > MAX_BUGS for choice in wanting)
-        return Fail(broken.cause, broken.message) if exhausted or broken.cause in _FINAL else None
+    def _offer_failed(self, want: Want, broken: Broken) -> list[FlowAction]:
+        """The worker whose offer stood has none: want new workers for the unfinished choices."""
+        self.story.append(f"{broken.cause}: {broken.message}")
+        end = self._count_failure(want.choices, want.choices, want.choices, broken, Share.NONE)
+        return self._without_offer(want, broken.cause) if end is None else self.fail(end.cause, end.message)
+
+    def _offer_lost(self, want: Want, offer: Assignment, why: str, crash: Crash | None) -> list[FlowAction]:
+        """The worker is lost whose offer stood. That is no failure of an attempt. If it has crashed while it computed
+        the prompt, that is suspected."""
+        self.admitted = True
+        message = f"the {offer.role} worker at {offer.life.address} was lost: {why}"
+        self.story.append(f"{Cause.WORKER_LOST}: {message}")
+        share = Share.NONE if crash is None or offer.over else crash.share_of(offer.key, offer.given_at)
+        end = count_crash(want.choices, want.choices, message, share)
+        return self._without_offer(want, Cause.WORKER_LOST) if end is None else self.fail(end.cause, end.message)
+
+    def _without_offer(self, want: Want, cause: Cause) -> list[FlowAction]:
+        """Want new workers for the choices of a want whose offer has fallen."""
+        self.failures[cause] = self.failures.get(cause, 0) + 1
+        self.wants.remove(want)
+        choices = [choice for choice in want.choices if not choice.ended]
+        wants = self._want_all(want.key.request, choices)
+        for each in wants:
+            each.hopeless_at = want.hopeless_at
+        return [Unwanted(want), *self._let_go(want), *wants]
 
     def _note_refusal(self, choices: Sequence[Choice], broken: Broken) -> None:
         """Note a refusal, so that the worker is not asked again. A draining worker may be asked again; so may a full
@@ -356,7 +364,7 @@ class Flow:
         for choice in choices:
             (choice.too_small if too_large else choice.avoid).add(broken.blame.life)
 
-    def _want_all(self, request: RequestId, choices: Sequence[Choice]) -> list[FlowAction]:
+    def _want_all(self, request: RequestId, choices: Sequence[Choice]) -> list[Want]:
         """Want workers for choices: together if none has a token of its own, else separately."""
         prompt_len = len(self.generation.token_ids)
         if all(choice.next_position == prompt_len for choice in choices):
@@ -397,11 +405,15 @@ class Flow:
         """Abort a want's offer, which no decode worker will take over."""
         if want.offer is None:
             return []
-        actions: list[FlowAction] = [abort(want.offer)]
-        if not want.offer.over:
-            want.offer.over = True
-            actions.append(AssignmentOver(want.offer))
-        return actions
+        return [abort(want.offer), *self._over(want.offer)]
+
+    @staticmethod
+    def _over(assignment: Assignment) -> list[FlowAction]:
+        """The worker has nothing more to do for an assignment; inert if that was so before."""
+        if assignment.over:
+            return []
+        assignment.over = True
+        return [AssignmentOver(assignment)]
 
     def _next_key(self, request: RequestId | None, *, alone: bool = True) -> RequestKey:
         """The key of the next attempt: under the same request id if `alone`, else, for a choice that parts from others,
@@ -413,12 +425,7 @@ class Flow:
     def _close(self, attempt: Attempt, keep: Assignment | None = None) -> list[FlowAction]:
         """Remove an attempt from those under way; the assignment `keep` goes on."""
         self.attempts.remove(attempt)
-        actions: list[FlowAction] = []
-        for assignment in attempt.assignments:
-            if assignment is not keep and not assignment.over:
-                assignment.over = True
-                actions.append(AssignmentOver(assignment))
-        return actions
+        return [action for each in attempt.assignments if each is not keep for action in self._over(each)]
 
     def _end(self, state: FlowState, why: str) -> list[FlowAction]:
         self.state = state

@@ -41,7 +41,7 @@ class Want:
 
 
 class Unwanted(NamedTuple):
-    """Action: the request has ended, and these choices want workers no more."""
+    """Action: the request has ended, or the offer has fallen: these choices want workers for it no more."""
 
     want: Want
 

@@ -47,7 +47,7 @@ class LoadTable:
         self.workers = tuple(workers)
         self._rows = {worker.address: row for row, worker in enumerate(self.workers)}
         num = len(self.workers)
-        self._cells = np.zeros((3 * _NUM_TIERS + 11, num))
+        self._cells = np.zeros((3 * _NUM_TIERS + 10, num))
         tiers, rest = self._cells[: 3 * _NUM_TIERS], iter(self._cells[3 * _NUM_TIERS :])
         self.backlog_s_TN = tiers[:_NUM_TIERS]
         """Seconds of prompts that precede a new one of a tier, at the time `backlog_at_TN`."""
@@ -70,8 +70,6 @@ class LoadTable:
         was given work counts as full, and any other as empty."""
         self.in_flight = next(rest)
         """Requests that this gateway has given it."""
-        self.full = next(rest)
-        """1 if it has refused an admitted request for lack of capacity since its last heartbeat."""
         self.max_sequence_tokens = next(rest)
         """Tokens of the longest sequence that it accepts."""
         self.latency = next(rest)
@@ -129,7 +127,6 @@ def _cells(worker: WorkerView) -> list[float]:
         sequence_s if places else 0.0,
         len(worker.unseen) > 0 if load is None else worker.blocks_expected / max(1, load.blocks_total),
         worker.in_flight,
-        worker.full,
         -1 if worker.welcome is None else worker.welcome.max_sequence_tokens,
         worker.profile is Profile.LATENCY,
         0.0 if load is None else load.itl_s,

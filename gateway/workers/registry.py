@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from common.contract.errors import Cause, FingerprintMismatchError
+from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION
 from common.contract.messages.session import Heartbeat, Role, Welcome
 from common.contract.tiers import Tier
 from gateway.workers.discovery import Endpoint
 from gateway.workers.load_table import LoadTable, Rows
-from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given, WorkerView
 
 log = logging.getLogger(__name__)
+
+_NO_ROOM_S = 1.0
+"""Seconds after which a worker that had no room for a running sequence is asked again, although it holds no less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,8 @@ class Registry:
             worker.last_incarnation = incarnation
             worker.in_flight = 0
         worker.refused, worker.stalled = None, False
-        worker.full = worker.leaving = False
+        worker.leaving = False
+        worker.no_room_for = math.inf
         self._changed.add(worker)
         self._refit(opening=worker)
         if worker.refused is not None:
@@ -133,7 +137,10 @@ class Registry:
         was_available = worker.available
         before, worker.load, worker.load_at = worker.load, load, now
         worker.gone = [0] * len(Tier)
-        worker.full = worker.leaving = False
+        worker.leaving = False
+        less = before is None or load.blocks_used < before.blocks_used or sum(load.sequences) < sum(before.sequences)
+        if less or now - worker.no_room_at > _NO_ROOM_S:
+            worker.no_room_for = math.inf
         while worker.unseen and worker.unseen[0].number <= load.received:
             worker.unseen.popleft()
         stepped = before is None or load.steps != before.steps
@@ -148,26 +155,24 @@ class Registry:
             self._refit()
         return stalls
 
-    def declined(self, address: str, cause: Cause) -> None:
-        """Note that a worker has refused a request because it is full or drains; until its next heartbeat it is not
-        asked again."""
+    def declined(self, address: str) -> None:
+        """Note that a worker has refused a request because it drains; until its next heartbeat it is not asked
+        again."""
         worker = self.workers[address]
-        if cause is Cause.CAPACITY:
-            worker.full = True
-            self._changed.add(worker)
-        elif cause is Cause.DRAINING and not worker.leaving:
+        if not worker.leaving:
             worker.leaving = True
             self._refit()
+
+    def no_room(self, address: str, num_tokens: int, now: float) -> None:
+        """Note that a worker has no room for a running sequence of `num_tokens`. It is not asked to take one as long as
+        that until a heartbeat shows that it holds less, or for `_NO_ROOM_S`."""
+        worker = self.workers[address]
+        worker.no_room_for, worker.no_room_at = min(worker.no_room_for, num_tokens), now
 
     def refuses(self, address: str, why: str) -> None:
         """Note that a worker refuses this gateway."""
         self.workers[address].refused = why
         self._usable = None
-
-    def takes(self, life: WorkerLife) -> bool:
-        """Whether an admitted request may be sent there now."""
-        worker = self.workers.get(life.address)
-        return worker is not None and worker.incarnation == life.incarnation and worker.usable and not worker.full
 
     def took(self, address: str, given: Given) -> None:
         """Record work given to a worker."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -58,8 +59,10 @@ class WorkerView:
     """When its engine last had nothing to do, or had completed a step."""
     stalled: bool = False
     """Whether its engine has work and makes no progress."""
-    full: bool = False
-    """Whether it has refused an admitted request for lack of capacity since its last heartbeat."""
+    no_room_for: float = math.inf
+    """Tokens of the shortest running sequence for which it had no room when it was asked last."""
+    no_room_at: float = 0.0
+    """When it said so."""
     leaving: bool = False
     """Whether it has refused a request because it drains, since its last heartbeat."""
     identity: str = ""
@@ -112,7 +115,7 @@ class WorkerView:
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` would probably find room there at once."""
-        if self.load is None or self.welcome is None:
+        if self.load is None or self.welcome is None or num_tokens >= self.no_room_for:
             return False
         num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
         return self.blocks_expected + num_blocks <= self.load.blocks_total

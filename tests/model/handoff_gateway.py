@@ -17,7 +17,7 @@ from common.contract.messages.worker import StepTokens, Tokens
 from common.contract.sampling import SamplingParams
 from gateway.serving.attempt import Deliver, SendToWorker
 from gateway.serving.flow import Flow
-from gateway.serving.flow_actions import Done, Fail, FlowAction, Want
+from gateway.serving.flow_actions import Done, Fail, FlowAction, Unwanted, Want
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import Crash
 from gateway.workers.worker_life import WorkerLife
@@ -65,6 +65,8 @@ class Gateway:
                 case Want():
                     self.waiting.append(action)
                     self.look_again()
+                case Unwanted(want):
+                    self.waiting = [each for each in self.waiting if each is not want]
                 case Done() | Fail():
                     self.ends += 1
                     assert self.ends == 1, "two ends"
@@ -85,9 +87,6 @@ class Gateway:
                 self.waiting.remove(want)
                 self.excused = True
                 self.do(self.flow.fail(Cause.WORKER_LOST, "tried often enough"))
-            elif want.offer is not None and self.lives.get(want.offer.life.address) != want.offer.life.incarnation:
-                self.waiting.remove(want)
-                self.do(self.flow.without_offer(want))
             else:
                 self.place(want)
 
@@ -134,6 +133,8 @@ class Gateway:
         found = self.flow.attempts.find(message.key, address)
         if found is not None:
             self.do(self.flow.on_message(*found, message))
+        elif (want := self.flow.offered(message.key, address)) is not None:
+            self.do(self.flow.on_offer(want, message))
 
     def take(self, address: str, handle: Handle, position: int, token_id: int) -> None:
         """A token of a step: most need nothing else, the others are handled as if told by `Tokens`."""
@@ -149,12 +150,16 @@ class Gateway:
                 return
 
     def listed(self, address: str) -> tuple[RequestKey, ...]:
-        return tuple(part.key for _, part in self.flow.attempts.at(address))
+        return tuple(self.flow.keys_at(address))
 
     def on_resync(self, link: Link, known: tuple[RequestKey, ...]) -> None:
         for attempt, part in self.flow.attempts.at(link.address):
             if part.key in link.listed:
                 self.do(self.flow.on_resync(attempt, part, known=part.key in known))
+        for key in self.flow.keys_at(link.address):
+            want = self.flow.offered(key, link.address)
+            if want is not None and key in link.listed and key not in known:
+                self.do(self.flow.offer_unknown(want))
 
     def on_lost(self, address: str, *, crashed: bool) -> None:
         self.lives.pop(address, None)

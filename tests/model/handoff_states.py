@@ -161,7 +161,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, FunctionType) and "<lambda>" in value.__qualname__:
-            assert all(type(cell.cell_contents) in _VALUES for cell in value.__closure__ or ()), value
+            assert all(type(cell.cell_contents) in (*_VALUES, int) for cell in value.__closure__ or ()), value
             return _reduce(value)
         if isinstance(value, itertools.count):
             return itertools.count, (int(repr(value)[len("count(") : -1]),)

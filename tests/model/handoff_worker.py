@@ -81,7 +81,9 @@ class Facts:
         self.row_times = None
         self.fingerprint = Fingerprint(config_hash="c", weights_hash="w", layout=layout)
         self.runner = SimpleNamespace(
-            config=SimpleNamespace(max_sequence_tokens=2 * num_blocks * BLOCK_SIZE, eos_token_ids=frozenset()),
+            config=SimpleNamespace(
+                max_sequence_tokens=2 * num_blocks * BLOCK_SIZE, eos_token_ids=frozenset(), vocab_size=1000
+            ),
             objection=lambda token_ids, sampling, prediction=(): None,
             layout=layout,
             cache=SimpleNamespace(num_blocks=num_blocks),

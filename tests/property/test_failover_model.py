@@ -47,7 +47,7 @@ SMALL_TOKENS = 100
 CRASH_SHOWS_S = RECONNECT_S
 GATEWAY = Incarnation("g")
 
-REFUSALS = (("refused at the door", 10), ("refused though let in", 10), ("too large for one", 10))
+REFUSALS = (("refused at the door", 10), ("no room for a move", 1), ("too large for one", 10))
 Choose = Callable[[Sequence[Any]], Any]
 
 
@@ -124,7 +124,7 @@ class Process:
         """Whether nothing passes between it and the gateway."""
         self.draining = False
         self.full = False
-        """Whether it takes nobody, whoever let them in."""
+        """Whether it takes only those who were let in, and no running sequence."""
         self.jobs: dict[RequestId, Job] = {}
         self.newest: dict[RequestId, int] = {}
         self.trials = Trials()
@@ -183,9 +183,11 @@ class Process:
             self.world.count["too large for one"] += 1
         elif self.draining:
             self.fail(work.key, Cause.DRAINING)
-        elif self.full or self.world.may_fault(12):
+        elif (not work.admitted or (isinstance(work, Decode) and work.moving)) and (
+            self.full or self.world.may_fault(12)
+        ):
             self.fail(work.key, Cause.CAPACITY)
-            self.world.count["refused though let in"] += work.admitted
+            self.world.count["no room for a move"] += work.admitted
         elif not work.admitted and len(self.jobs) >= self.world.most_jobs:
             self.fail(work.key, Cause.CAPACITY)
             self.world.count["refused at the door"] += 1

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from common.contract.errors import Cause, FingerprintMismatchError
+from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages.session import Heartbeat, Phase, Profile, Role, Welcome
@@ -189,10 +189,10 @@ class RoutingMachine(RuleBasedStateMachine):
             life, given = self.given.pop(data.draw(st.integers(0, len(self.given) - 1)))
             self.registry.left(life.address, life.incarnation, None if confirmed else given, self.now)
 
-    @rule(address=addresses, cause=st.sampled_from((Cause.CAPACITY, Cause.DRAINING)))
-    def decline(self, address: str, cause: Cause) -> None:
+    @rule(address=addresses)
+    def decline(self, address: str) -> None:
         if self.worker(address) is not None:
-            self.registry.declined(address, cause)
+            self.registry.declined(address)
 
     @rule(address=addresses)
     def refuse(self, address: str) -> None:

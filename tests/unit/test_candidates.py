@@ -10,7 +10,6 @@ import pytest
 from dispatcher_bench import D2, D3, LAYOUT, P2, D, P, heartbeat, role_of, welcome
 from flow_run import Run, life
 
-from common.contract.errors import Cause
 from common.contract.messages.session import Phase, Role
 from common.contract.tiers import Tier
 from gateway.dispatch.candidates import Candidates, Rebind
@@ -107,19 +106,6 @@ def test_without_a_decode_worker_everybody_waits() -> None:
     assert pool.choose(offer=True) is None
 
 
-def test_an_offer_stands_as_long_as_its_worker() -> None:
-    pool = Pool()
-    want = pool.want(offer=True)
-    assert pool.candidates.stands(want)
-    pool.registry.workers[P].stalled = True
-    assert not pool.candidates.stands(want), "nobody would ever be told that it hangs"
-    pool.registry.workers[P].stalled = False
-    pool.registry.lost(P)
-    assert not pool.candidates.stands(want)
-    pool.registry.opened(P, life(P, 2).incarnation, welcome(Role.PREFILL))
-    assert not pool.candidates.stands(want), "another life"
-
-
 def test_no_caution_changes_nothing() -> None:
     registry = Pool().registry
     ask, prefill, decode = Ask(num_tokens=3), registry.usable_rows(Role.PREFILL), registry.usable_rows(Role.DECODE)
@@ -128,22 +114,19 @@ def test_no_caution_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "full", "lost", "reason"),
+    ("wanted", "lost", "reason"),
     [
-        ({"avoid": (P, P2)}, (), (), LocalPrefill.REFUSED),
-        ({"too_small": (P,)}, (P2,), (), LocalPrefill.REFUSED),
-        ({"avoid": (P,)}, (), (P2,), LocalPrefill.REFUSED),
-        ({}, (P, P2), (), LocalPrefill.REFUSED),
-        ({}, (), (P, P2), LocalPrefill.NO_PREFILL_WORKER),
+        ({"avoid": (P, P2)}, (), LocalPrefill.REFUSED),
+        ({"too_small": (P,), "avoid": (P2,)}, (), LocalPrefill.REFUSED),
+        ({"avoid": (P,)}, (P2,), LocalPrefill.REFUSED),
+        ({}, (P, P2), LocalPrefill.NO_PREFILL_WORKER),
     ],
-    ids=["failed", "too small and full", "failed and lost", "full", "lost"],
+    ids=["failed", "too small and failed", "failed and lost", "lost"],
 )
 def test_why_no_prefill_worker_takes_a_prompt_is_said(
-    wanted: dict[str, Any], full: tuple[str, ...], lost: tuple[str, ...], reason: LocalPrefill
+    wanted: dict[str, Any], lost: tuple[str, ...], reason: LocalPrefill
 ) -> None:
     pool = Pool()
-    for address in full:
-        pool.registry.declined(address, Cause.CAPACITY)
     for address in lost:
         pool.registry.lost(address)
     route = pool.candidates.choose(pool.want(**wanted), Tier.STANDARD, {}, 0.0)
@@ -186,26 +169,16 @@ def test_who_has_said_that_it_is_too_small_is_not_asked_again() -> None:
     assert pool.choose(too_small=(P2,)) == (D,), "a decode worker computes it"
 
 
-@pytest.mark.parametrize("admitted", [False, True])
-def test_a_full_worker_is_asked_by_those_whom_it_has_not_refused_yet(admitted: bool) -> None:
+def test_a_full_worker_is_asked_by_those_whom_it_has_not_refused_yet() -> None:
     pool = Pool()
-    if admitted:
-        for address in (P, D, D2):
-            pool.registry.declined(address, Cause.CAPACITY)
-        assert pool.choose() == (P2, D3)
-        pool.registry.declined(D3, Cause.CAPACITY)
-        assert pool.choose() is None
-        pool.registry.heartbeat(D2, heartbeat(), 0.0)
-        assert pool.choose() == (P2, D2), "it has been heard of since"
-    else:
-        assert pool.choose(admitted=False, avoid=(D, P)) == (P2, D2)
-        assert pool.choose(admitted=False, avoid=NEAR) is None
+    assert pool.choose(admitted=False, avoid=(D, P)) == (P2, D2)
+    assert pool.choose(admitted=False, avoid=NEAR) is None
 
 
 def test_a_worker_that_refuses_since_it_leaves_is_not_usable_until_it_says_otherwise() -> None:
     pool = Pool()
     epoch = pool.registry.epoch
-    pool.registry.declined(D, Cause.DRAINING)
+    pool.registry.declined(D)
     assert pool.choose() == (P, D2)
     assert pool.registry.epoch > epoch
     epoch = pool.registry.epoch
@@ -218,7 +191,7 @@ def test_there_is_hope_as_long_as_somebody_is_there_who_can_hold_it() -> None:
     pool = Sizes()
     want = pool.want(too_small=(D, D3), most_tokens=150)
     assert pool.candidates.hope(want, None)
-    pool.registry.declined(D2, Cause.DRAINING)
+    pool.registry.declined(D2)
     assert pool.candidates.able(want, None) == []
     assert pool.candidates.hope(want, None), "it may serve again"
     assert pool.candidates.all_too_small(want, None)
@@ -230,7 +203,7 @@ def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
     pool = Pool(decode=(D,))
     [worker] = pool.registry.usable(Role.DECODE)
     assert worker.welcome is not None
-    pool.registry.declined(D, Cause.DRAINING)
+    pool.registry.declined(D)
     assert pool.candidates.hope(pool.want(), worker.welcome.fingerprint)
     assert not pool.candidates.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
 

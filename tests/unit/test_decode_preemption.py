@@ -493,6 +493,21 @@ def test_as_many_give_way_as_it_takes(num_tokens: int, num_giving_way: int) -> N
     assert list(bench.pulling) == ["vip"]
 
 
+def test_no_more_give_way_than_the_forecast_lacks_with_all_that_they_would_have_grown_by() -> None:
+    """Six sequences hold two blocks each and are expected to have nine in the end: 54 of 60. The request has ten blocks
+    and is expected to have eighteen. Two who do not grow make room for it, although they hold four blocks now."""
+    bench = Bench(60)
+    for tier in (BATCH, INTERACTIVE):
+        bench.profile(32, tier)
+    choices = [bench.enter(request(f"r{index}", 4, tier=BATCH))[0] for index in range(6)]
+    bench.step()
+    assert bench.pool.num_used == 12
+    assert bench.reserve(request("vip", 40, tier=INTERACTIVE)) == [], "the forecast lacks blocks, and most are free"
+    bench.step()
+    assert (preempted(choices), bench.num_preemptions) == ([4, 5], 2), "the others neither left nor came back at once"
+    assert list(bench.pulling) == ["vip"]
+
+
 def test_nobody_of_its_own_tier_gives_way_when_lower_ones_have_not_enough() -> None:
     bench, [vip, batch] = crowded(INTERACTIVE, BATCH)
     assert bench.reserve(request("big", 24, tier=INTERACTIVE)) == []

@@ -12,7 +12,7 @@ import pytest
 from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, heartbeat, settle, text, welcome
 
 from common.contract.errors import Cause, FingerprintMismatchError
-from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Prefill, PrefixHint, Source
+from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Prefill, PrefixHint, Resume, Source
 from common.contract.messages.session import HelloRefused, Role
 from common.contract.messages.worker import PromptLogprobs, Tokens, TokenScores
 from common.contract.sampling import SamplingParams
@@ -151,6 +151,18 @@ async def test_an_order_that_was_lost_is_sent_again(bench: Bench) -> None:
     bench.say(D, replace(heartbeat(), received=2))
     links.on_resync(link, welcome(Role.DECODE))
     assert link.sent == [Drain(), Drain()], "the worker has heard it"
+    links.tell(D, drain=False)
+    bench.lose(D)
+    link.sent.clear()
+    bench.open(D)
+    assert link.sent == [Resume()], "it was lost with the session"
+    link.sent.clear()
+    bench.lose(D)
+    bench.open(D, weights_hash="other")
+    assert link.sent == [Resume()], "whatever else is wrong with it"
+    bench.lose(D)
+    bench.open(D)
+    bench.say(D, replace(heartbeat(), received=2))
     links.tell(D, drain=False)
     bench.lose(D)
     bench.open(D, restarted=True)

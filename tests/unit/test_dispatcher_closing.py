@@ -13,7 +13,7 @@ from gateway.dispatch.dispatcher import _MOST_A_TURN, Dispatcher
 
 MANY = 100
 KEPT = ("_open", "_by_id")
-WAITING = ("_requests", "_new", "_parked", "_groups")
+WAITING = ("_requests", "_new")
 
 
 class Counted(dict[Any, Any]):
@@ -50,8 +50,7 @@ async def bench() -> AsyncIterator[Bench]:
 def watched(dispatcher: Dispatcher) -> dict[str, Counted]:
     """Put a table that counts in the place of each that has something of every request, or of all that wait."""
     waiting: Any = dispatcher.placement.waiting
-    waiting._parked = {group: Counted(wants) for group, wants in waiting._parked.items()}
-    tables = {f"parked {number}": wants for number, wants in enumerate(waiting._parked.values())}
+    tables: dict[str, Counted] = {}
     for owner, names in ((dispatcher, KEPT), (waiting, WAITING)):
         for name in names:
             table = tables[f"{type(owner).__name__}.{name}"] = Counted(getattr(owner, name))
@@ -66,8 +65,6 @@ def assert_the_same(dispatcher: Dispatcher, tables: dict[str, Counted]) -> None:
     for owner, names in ((dispatcher, KEPT), (waiting, WAITING)):
         for name in names:
             assert getattr(owner, name) is tables[f"{type(owner).__name__}.{name}"], name
-    for number, wants in enumerate(dict.values(waiting._parked)):
-        assert wants is tables[f"parked {number}"]
 
 
 @pytest.mark.parametrize("parked", [False, True])
@@ -93,7 +90,7 @@ async def test_who_ends_while_many_wait_costs_them_nothing(bench: Bench, parked:
     waiting: Any = dispatcher.placement.waiting
     num = len(waiting)
     assert num >= MANY - _MOST_A_TURN
-    assert len(waiting._groups) == (num if parked else 0)
+    assert len(waiting._new) == (0 if parked else num)
     tables = watched(dispatcher)
     await asyncio.sleep(0)
     assert len(dispatcher._open) == MANY - len(leaving)

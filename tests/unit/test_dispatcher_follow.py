@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
+import zmq
 from kubernetes_api import DECODE, NAMESPACE, Pod, running_api
 from prometheus_client import CollectorRegistry
 from waiting import eventually
@@ -94,6 +96,25 @@ async def test_a_worker_serves_once_it_is_found() -> None:
         made.follow(made.endpoint(first), made.endpoint(second))
         await eventually(lambda: made.usable() == set(made.addresses.values()) - {made.addresses[made.pool.prefill]})
         assert not made.registry.colocated
+
+
+async def test_one_to_which_no_link_can_be_made_is_tried_with_the_next_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file descriptor is left; the gateway goes on with the workers that it has."""
+
+    def no_descriptors(*_: object, **__: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    async with cluster(2) as made:
+        first, second = made.pool.decode
+        made.follow(made.endpoint(first))
+        await eventually(lambda: len(made.usable()) == 1)
+        with monkeypatch.context() as scarce:
+            scarce.setattr("gateway.dispatch.links.ControlClient", no_descriptors)
+            made.follow(made.endpoint(first), made.endpoint(second))
+        assert made.addresses[second] not in made.registry.workers
+        assert sum(len(delta.token_ids) for delta in await made.ask()) == 3
+        made.follow(made.endpoint(first), made.endpoint(second))
+        await eventually(lambda: len(made.usable()) == 2)
 
 
 async def test_one_that_is_not_serving_gets_nothing_new() -> None:

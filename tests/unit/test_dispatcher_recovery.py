@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,6 +240,63 @@ async def test_who_leaves_while_an_offer_stands_frees_its_worker(make: Any) -> N
     assert bench.in_flight(P) == (0,)
 
 
+async def test_a_lease_that_is_lost_while_an_offer_stands_is_held_against_nobody(make: Any, time: Time) -> None:
+    """It ran out, or another prompt needed its blocks: the worker has the prompt in its cache."""
+    bench = make()
+    key, task = await bench.request()
+    bench.tokens(P, key, 0, 10)
+    bench.lose(D)
+    bench.fail(P, key, Cause.LEASE_LOST)
+    assert bench.counted("failovers_total", cause="lease_lost") == 1
+    bench.open(D, restarted=True)
+    await time.advance(1.0)
+    newest, work = bench.newest(key)
+    assert set(work) == {P, D}
+    bench.tokens(D, newest, 1, 11, reason="stop")
+    assert await text(task) == [10, 11]
+
+
+async def test_a_prompt_that_is_computed_while_its_offer_stands_is_no_suspect_when_its_worker_crashes(
+    make: Any, time: Time
+) -> None:
+    bench = make()
+    key, _ = await bench.request()
+    bench.lose(D)
+    assert bench.in_flight(P) == (1,)
+    bench.tokens(P, key, 0, 10)
+    assert bench.in_flight(P) == (0,)
+    bench.lose(P, crashed=True)
+    bench.open(P, restarted=True)
+    bench.open(D, restarted=True)
+    await time.advance(1.0)
+    assert bench.decode(D).suspicion is Suspicion.NONE
+    assert bench.counted("stale_messages_total") == 0
+
+
+async def test_patience_goes_on_when_an_offer_falls(make: Any, time: Time) -> None:
+    bench = make(patience_s=10.0)
+    _, task = await bench.request()
+    bench.lose(D)
+    await time.advance(6)
+    bench.lose(P)
+    await time.advance(3.9)
+    assert not task.done()
+    await time.advance(0.2)
+    assert await failure(task) is Cause.WORKER_LOST
+
+
+async def test_an_offer_falls_with_a_worker_that_hangs(make: Any, time: Time) -> None:
+    bench = make(patience_s=1000.0)
+    key, _ = await bench.request(budget_s=1000)
+    bench.lose(D)
+    bench.say(P, replace(heartbeat(), running=1, steps=5))
+    await time.advance(29)
+    assert bench.goodbyes(P) == []
+    await time.advance(2)
+    bench.say(P, replace(heartbeat(), running=1, steps=5))
+    assert bench.goodbyes(P) == [key]
+
+
 async def test_an_offer_falls_with_its_worker(make: Any) -> None:
     bench = make()
     key, _ = await bench.request()
@@ -256,10 +314,33 @@ async def test_an_offer_whose_worker_is_gone_is_done_without(make: Any) -> None:
     key, _ = await bench.request()
     bench.lose(D)
     bench.lose(P)
+    assert bench.goodbyes(P) == [key]
     bench.open(D)
     assert set(bench.newest(key)[1]) == {D}
     bench.open(P)
     assert bench.in_flight() == (0, 1), "the same life goes on"
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_an_offer_falls_whose_worker_does_not_know_it_after_lost_messages(
+    make: Any, time: Time, known: bool
+) -> None:
+    """The Prefill was lost, and nobody tells so: the next decode worker would wait for it as long as it can."""
+    bench = make()
+    key, task = await bench.request()
+    bench.lose(D)
+    bench.dispatcher.links.hello(bench.link(P))
+    bench.dispatcher.links.on_resync(bench.link(P), welcome(Role.PREFILL, [key] if known else []))
+    assert bench.goodbyes(P) == ([] if known else [key])
+    assert bench.in_flight(P) == (1 if known else 0,)
+    bench.open(D, restarted=True)
+    await time.advance(1.0)
+    newest, _ = bench.newest(key)
+    assert newest != key
+    assert bench.decode(D).offered == (key if known else newest)
+    bench.tokens(P, key if known else newest, 0, 10)
+    bench.tokens(D, newest, 0, 10, 11, reason="stop")
+    assert await text(task) == [10, 11]
 
 
 async def test_a_worker_that_is_back_lets_go_of_what_has_ended_since_it_was_greeted(make: Any) -> None:
@@ -608,6 +689,48 @@ async def test_a_sequence_stays_where_it_is_if_nobody_has_room(make: Any) -> Non
     bench.tokens(D, key, 2, 12, reason="stop")
     assert await text(task) == [10, 11, 12]
     assert not has_failovers(bench)
+
+
+@pytest.mark.parametrize("until", ["it holds less", "some time has passed", "its session begins anew"])
+async def test_a_worker_without_room_is_not_asked_again_with_each_heartbeat(make: Any, time: Time, until: str) -> None:
+    """Each time all that run at the draining worker would be sent to it, with all their tokens."""
+    bench = make(decode=(D, D2))
+    key, _ = await bench.request()
+    decoded(bench, key, 10, 11)
+    bench.say(D2, heartbeat(used=50))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    bench.fail(D2, bench.decode(D2).key, Cause.CAPACITY)
+    for _ in range(3):
+        bench.say(D2, heartbeat(used=50))
+        bench.say(D, heartbeat(Phase.DRAINING))
+        await settle()
+    assert len(bench.sent(D2, Decode)) == 1
+    match until:
+        case "it holds less":
+            bench.say(D2, heartbeat(used=49))
+        case "some time has passed":
+            await time.advance(1.5)
+            bench.say(D2, heartbeat(used=50))
+        case _:
+            bench.lose(D2)
+            bench.open(D2)
+            bench.say(D2, heartbeat(used=50))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await settle()
+    assert len(bench.sent(D2, Decode)) == 2
+
+
+async def test_a_sequence_that_has_run_ahead_is_tried_again_with_the_next_heartbeat(make: Any) -> None:
+    bench = make(decode=(D, D2))
+    key, _ = await bench.request()
+    decoded(bench, key, 10, 11)
+    bench.say(D2, heartbeat())
+    for number in range(1, 4):
+        bench.say(D, heartbeat(Phase.DRAINING))
+        await settle()
+        assert len(bench.sent(D2, Decode)) == number
+        bench.fail(D2, bench.decode(D2).key, Cause.LEASE_LOST)
+        bench.say(D2, heartbeat())
 
 
 def has_failovers(bench: Bench) -> bool:

@@ -15,7 +15,6 @@ from common.contract.ids import RequestKey
 from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Phase
 from gateway.dispatch.dispatcher import _MOST_A_TURN
-from gateway.serving.flow import MAX_FAILURES
 from gateway.serving.generation import Delta, GenerationFailed
 
 PATIENCE_S = 10.0
@@ -144,36 +143,6 @@ async def test_heartbeats_cost_nothing_while_many_wait_for_workers_of_their_own_
     assert set(bench.work[new]) == {P, D2}, "who begins now does so at once"
 
 
-async def test_heartbeats_cost_nothing_while_many_wait_for_room(make: Any) -> None:
-    bench = make(prefill=(P,))
-    bench.lose(D2)
-    asked = [await bench.request() for _ in range(MANY)]
-    for key, _ in asked:
-        bench.tokens(D, key, 0, 10)
-    bench.open(D2)
-    bench.registry.declined(D2, Cause.CAPACITY)
-    counts = Counts(bench)
-    bench.lose(D)
-    await turns(lambda: not bench.dispatcher.placement.waiting._new)
-    await settle()
-    with counts.nothing():
-        for _ in range(3):
-            bench.say(P, heartbeat())
-            await settle()
-    for _ in range(3):
-        before = decodes(bench, D2)
-        bench.say(D2, heartbeat())
-        bench.fail(D2, list(bench.work)[-1], Cause.CAPACITY)
-        await settle()
-        assert decodes(bench, D2) - before <= _MOST_A_TURN, "one that is full is not asked by all of them"
-        with counts.nothing():
-            bench.say(P, heartbeat())
-            await settle()
-    bench.say(D2, heartbeat())
-    await turns(lambda: not bench.dispatcher.placement.waiting)
-    assert counts.num_looked_up == counts.num_routed == decodes(bench, D2)
-
-
 @pytest.mark.parametrize("why", ["full", "other weights"])
 async def test_heartbeats_cost_nothing_while_many_are_to_leave_a_worker_and_nobody_can_take_them(
     make: Any, why: str
@@ -239,63 +208,18 @@ async def test_who_leaves_costs_the_others_nothing(make: Any) -> None:
 # --- full workers ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_whose_survivors_are_full_waits_until_one_has_room(make: Any, time: Time) -> None:
-    bench = make(prefill=(P,))
-    bench.lose(D2)
-    key, task = await bench.request(budget_s=300)
-    for address in (P, D):
-        bench.tokens(address, key, 0, 10)
-    bench.open(D2)
-    bench.lose(D)
-    refusals = 3 * MAX_FAILURES
-    for number in range(refusals):
-        key, work = bench.newest(key)
-        assert (key.attempt, set(work), work[D2].admitted) == (number + 2, {D2} if number else {P, D2}, True)
-        bench.fail(D2, key, Cause.CAPACITY)
-        await time.advance(1.0)
-        bench.say(P, heartbeat())
-        assert bench.newest(key)[0] == key, "not before it has been heard of"
-        bench.say(D2, heartbeat())
-    assert time.now > 1000 + PATIENCE_S
-    key, _ = bench.newest(key)
-    bench.tokens(D2, key, 1, 11, reason="stop")
-    assert await text(task) == [10, 11]
-    assert bench.counted("failovers_total", cause="capacity") == refusals
-
-
-async def test_a_stream_waits_for_room_until_its_own_time_is_up(make: Any, time: Time) -> None:
+async def test_a_stream_waits_for_a_worker_that_drains_until_its_own_time_is_up(make: Any, time: Time) -> None:
     bench = make()
     bench.lose(D2)
     key, task = await bench.request(budget_s=60)
     bench.tokens(D, key, 0, 10)
     bench.open(D2)
     bench.lose(D)
-    bench.fail(D2, bench.newest(key)[0], Cause.CAPACITY)
+    bench.fail(D2, bench.newest(key)[0], Cause.DRAINING)
     await time.advance(59)
     assert not task.done()
     await time.advance(3)
     assert await failure(task) is Cause.DEADLINE
-
-
-async def test_a_full_prefill_worker_is_done_without_until_it_is_heard_of(make: Any, time: Time) -> None:
-    bench = make(prefill=(P,))
-    bench.lose(D2)
-    key, _ = await bench.request()
-    for address in (P, D):
-        bench.tokens(address, key, 0, 10)
-    bench.open(D2)
-    bench.lose(D)
-    key, work = bench.newest(key)
-    assert set(work) == {P, D2}
-    bench.fail(P, key, Cause.CAPACITY)
-    for heard in (False, True):
-        key, work = bench.newest(key)
-        assert set(work) == {D2}
-        if heard:
-            bench.say(P, heartbeat())
-        bench.fail(D2, key, Cause.LEASE_LOST)
-        await time.advance(1.0)
-    assert set(bench.newest(key)[1]) == {P, D2}
 
 
 async def test_a_new_request_asks_each_full_worker_once(make: Any) -> None:

@@ -114,7 +114,7 @@ async def test_of_two_choices_the_one_that_ends_last_counts(make: Any, time: Tim
 
 
 async def test_an_attempt_is_lost_until_its_first_failure_is_noticed(make: Any, time: Time) -> None:
-    """That the offer has gone, too, is noticed only when another decode worker comes."""
+    """That the offer has gone, too, is no other failure."""
     bench = make()
     key, waterfall = await ask(bench, time)
     bench.tokens(P, key, 0, 1)

@@ -28,9 +28,9 @@ from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages.gateway import TRIAL_TOKENS, Abort, Ack, Decode, Prefill, Suspicion
 from common.contract.messages.session import Role
-from gateway.serving import flow as rules
+from gateway.serving import blame
 from gateway.serving.attempt import Deliver
-from gateway.serving.flow import FlowState
+from gateway.serving.flow import FIRST_DELAY_S, FlowState
 from gateway.serving.flow_actions import Fail
 from gateway.serving.generation import Delta
 from gateway.serving.suspicion import MAX_CRASHES, Crash
@@ -268,13 +268,21 @@ def test_who_leaves_while_an_offer_stands_frees_the_prefill_worker(run: Run, end
 def test_an_offer_whose_worker_is_gone_is_replaced_by_all_that_it_was_for(run: Run) -> None:
     run.on(P, tokens(START, 1))
     run.lose(D)
-    assert run.lose(P) == [], "nothing is under way"
-    seen = run.do(run.flow.without_offer(run.want))
+    seen = run.lose(P)
     assert seen == [Sent(P, ABORT), run.want]
     assert (run.want.offer, run.want.num_tokens, run.want.key) == (None, START + 1, run.flow.wants[0].key)
     run.go(D2, P2)
     assert run.sent(Prefill)[-1][1].token_ids == (*PROMPT, 1)
     assert run.sent(Prefill)[-1][1].attempt > 2
+
+
+@pytest.mark.parametrize("how", ["lost", "lost with the messages to it"])
+def test_a_prefill_worker_that_was_gone_before_leaves_no_offer(run: Run, how: str) -> None:
+    """The decode worker went on without it."""
+    run.on(P, tokens(START, 1))
+    assert (run.lose(P) if how == "lost" else run.resync(P, known=False)) == []
+    run.lose(D)
+    assert run.want.offer is None
 
 
 def test_a_failure_that_is_one_too_many_frees_the_prefill_worker_too(run: Run) -> None:
@@ -363,7 +371,7 @@ def fail_again(run: Run, cause: Cause) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "most"), [(Cause.TRANSFER, rules.MAX_FAILURES), (Cause.INTERNAL, rules.MAX_BUGS)], ids=str
+    ("cause", "most"), [(Cause.TRANSFER, blame.MAX_FAILURES), (Cause.INTERNAL, blame.MAX_BUGS)], ids=str
 )
 def test_failures_in_a_row_are_bounded(run: Run, cause: Cause, most: int) -> None:
     for _ in range(most):
@@ -376,7 +384,7 @@ def test_failures_in_a_row_are_bounded(run: Run, cause: Cause, most: int) -> Non
 
 def test_a_new_token_begins_the_count_again(run: Run) -> None:
     for position in range(3):
-        for _ in range(rules.MAX_FAILURES - 1):
+        for _ in range(blame.MAX_FAILURES - 1):
             fail_again(run, Cause.TRANSFER)
         run.go(D, P)
         run.on(P, tokens(START + position, position))
@@ -386,9 +394,9 @@ def test_a_new_token_begins_the_count_again(run: Run) -> None:
 
 
 def test_bugs_are_counted_apart(run: Run) -> None:
-    for _ in range(rules.MAX_FAILURES - rules.MAX_BUGS):
+    for _ in range(blame.MAX_FAILURES - blame.MAX_BUGS):
         fail_again(run, Cause.TRANSFER)
-    for _ in range(rules.MAX_BUGS):
+    for _ in range(blame.MAX_BUGS):
         fail_again(run, Cause.INTERNAL)
     assert run.flow.running, "as many as there may be of each"
     fail_again(run, Cause.INTERNAL)
@@ -397,7 +405,7 @@ def test_bugs_are_counted_apart(run: Run) -> None:
 
 def test_a_new_token_begins_the_count_of_bugs_again(run: Run) -> None:
     for position in range(3):
-        for _ in range(rules.MAX_BUGS):
+        for _ in range(blame.MAX_BUGS):
             fail_again(run, Cause.INTERNAL)
         run.go(D, P)
         run.on(P, tokens(START + position, position))
@@ -407,11 +415,11 @@ def test_a_new_token_begins_the_count_of_bugs_again(run: Run) -> None:
 
 def test_each_further_failure_in_a_row_makes_the_next_attempt_wait_longer(run: Run) -> None:
     delays = []
-    for _ in range(rules.MAX_FAILURES):
+    for _ in range(blame.MAX_FAILURES):
         fail_again(run, Cause.TRANSFER)
         delays.append(run.want.delay_s)
     assert delays[0] == 0, "the first failure is nobody's habit"
-    assert delays[1] == rules.FIRST_DELAY_S
+    assert delays[1] == FIRST_DELAY_S
     assert all(later == 2 * earlier for earlier, later in itertools.pairwise(delays[1:]))
 
 
@@ -424,15 +432,27 @@ def let_in(run: Run) -> None:
     run.lose(D)
 
 
-@pytest.mark.parametrize("cause", [Cause.CAPACITY, Cause.DRAINING])
-def test_who_was_let_in_is_refused_as_often_as_need_be(run: Run, cause: Cause) -> None:
+def test_who_was_let_in_is_refused_by_those_who_drain_as_often_as_need_be(run: Run) -> None:
     let_in(run)
-    for _ in range(3 * rules.MAX_FAILURES):
+    for _ in range(3 * blame.MAX_FAILURES):
         assert (run.want.admitted, run.want.refusal, run.want.delay_s) == (True, None, 0.0)
         run.go(D2, P)
-        run.on(D2, failed(cause))
-    assert run.want.avoid == {life(D)}, "who is full now will have room"
-    assert run.flow.failures == {Cause.WORKER_LOST: 1, cause: 3 * rules.MAX_FAILURES}
+        run.on(D2, failed(Cause.DRAINING))
+    assert run.want.avoid == {life(D)}, "who drains may serve again"
+    assert run.flow.failures == {Cause.WORKER_LOST: 1, Cause.DRAINING: 3 * blame.MAX_FAILURES}
+
+
+def test_to_be_too_full_for_who_was_let_in_is_a_failure(run: Run) -> None:
+    """No worker may be: with one that is, it would be tried again and again."""
+    let_in(run)
+    for _ in range(blame.MAX_FAILURES - 1):
+        run.go(D2, P)
+        run.on(D2, failed(Cause.CAPACITY))
+        assert run.want.avoid == {life(D), life(D2)}
+    assert run.want.delay_s > 0
+    run.go(D2, P)
+    run.on(D2, failed(Cause.CAPACITY))
+    assert run.failure is Cause.CAPACITY
 
 
 @pytest.mark.parametrize("heard", ["a token", "a lost worker", "a failed transfer"])
@@ -516,6 +536,34 @@ def test_who_had_left_a_prefill_worker_when_it_crashed_is_no_suspect(run: Run) -
     assert level(run) is NONE
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_prompt_whose_offer_stands_is_suspected_if_its_worker_crashes_while_it_computes_it(
+    run: Run, heard: bool
+) -> None:
+    if heard:
+        run.on(P, tokens(START, 1))
+    run.lose(D)
+    run.lose(P, crashed=True)
+    assert level(run, D2, P2) is (NONE if heard else GROUP)
+
+
+def test_a_suspect_is_convicted_though_only_its_offer_is_at_the_worker_that_crashes() -> None:
+    run = crashed_once()
+    run.go(D2, P2)
+    run.lose(D2, "silent")
+    run.lose(P2, "its process died", crashed=True, beside=0)
+    assert run.failure is Cause.POISON
+    run.check_end()
+
+
+def test_a_worker_s_crash_concerns_what_it_was_given_before_even_if_another_takes_over_the_offer(run: Run) -> None:
+    run.now = 1.1
+    run.on(D, failed(Cause.DRAINING))
+    run.go(D2)
+    run.do(run.flow.worker_lost(P, "its process died", Crash(1.0)))
+    assert level(run, D3, P2) is GROUP
+
+
 @pytest.mark.parametrize("address", [P2, D2])
 def test_a_suspect_whose_worker_crashes_while_it_is_alone_is_refused(address: str) -> None:
     """It was the only one of its group."""
@@ -570,7 +618,7 @@ def test_crashes_in_the_steps_of_a_group_and_of_others_do_not_count_towards_refu
     run = crashed_once()
     run.go(D2)
     run.lose(D2, crashed=True, beside=5)
-    for _ in range(max(MAX_CRASHES, rules.MAX_FAILURES) + 2):
+    for _ in range(max(MAX_CRASHES, blame.MAX_FAILURES) + 2):
         assert run.want.delay_s == 0
         assert level(run, D3) is ALONE
         run.do(run.flow.worker_lost(D3, "dead", Crash(run.now, 1, frozenset({RequestKey(REQUEST, 99)}))))

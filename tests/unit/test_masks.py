@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from common.contract.errors import Cause
 from common.engine import masks as engine_masks
 from common.engine.grammar import GaveUp, Grammars, GrammarState, Unread
 from common.engine.masks import Masks
@@ -132,6 +133,79 @@ async def test_who_is_given_up_is_told_nothing_and_keeps_nobody_waiting(
     assert await soon(later.ask()) is None
     assert not any(each.told.done() for each in slow)
     assert masks.num_made == 1
+
+
+class Panicking(Grammars):
+    """Reading panics, as the library may: in a text, or wherever a matcher is copied from one that is broken."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(LLTokenizer("byte"))
+        self._text = text
+        self._broken: LLMatcher | None = None
+        self.num_panics = 0
+
+    def read(
+        self, compiled: LLMatcher | None, state: GrammarState, output: Sequence[int], time_is_up: Callable[[], bool]
+    ) -> bytes | Unread | GaveUp:
+        text = bytes(output).decode()
+        if text == self._text or (compiled is not None and compiled is self._broken and state.matcher is None):
+            self._broken = self._broken or compiled
+            self.num_panics += 1
+            raise BaseException("PanicException")
+        return super().read(compiled, state, output, time_is_up)
+
+
+async def test_a_panic_of_the_library_ends_the_text_that_causes_it_and_no_other_of_its_grammar() -> None:
+    grammars = Panicking("no")
+    masks = Masks(grammars)
+    asked = [Asker(masks, "start: /[a-z]*/") for _ in range(5)]
+    for each, text in zip(asked, ("a", "no", "b", "c", "d"), strict=True):
+        each.ask(text)
+    told = [await soon(each.told) for each in asked]
+    assert [gave_up is None for gave_up in told] == [True, False, True, True, True]
+    assert (told[1].bound, told[1].cause) == ("none", Cause.INVALID)
+    assert grammars.num_panics >= 2, "once with a matcher that others share, and once alone"
+    assert await soon(Asker(masks, "start: /[a-z]*/").ask("e")) is None, "and it is compiled anew for others"
+
+
+async def test_a_text_that_has_been_read_already_goes_on_though_what_it_shares_is_broken() -> None:
+    """Two texts panic, the second one after nobody keeps the matcher that both were copied from."""
+    grammars = Panicking("no")
+    masks = Masks(grammars)
+    texts = [Asker(masks, "start: /[a-z]*/") for _ in range(2)]
+    for each in texts:
+        assert await soon(each.ask("n")) is None
+    for each in texts:
+        gave_up = await soon(each.ask("no"))
+        assert (gave_up.bound, gave_up.cause) == ("none", Cause.INVALID)
+    assert await soon(Asker(masks, "start: /[a-z]*/").ask("e")) is None
+
+
+async def test_a_panic_while_a_grammar_is_compiled_ends_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(LLTokenizer("byte"))
+    masks = Masks(grammars)
+    compile_grammar = grammars.compile
+
+    def panic_once(grammar: str) -> LLMatcher:
+        monkeypatch.setattr(grammars, "compile", compile_grammar)
+        raise BaseException("PanicException")
+
+    monkeypatch.setattr(grammars, "compile", panic_once)
+    first, second = (Asker(masks, "start: /[a-z]*/") for _ in range(2))
+    told = [await soon(told) for told in [first.ask("a"), second.ask("b")]]
+    assert [gave_up is None for gave_up in told] == [False, True]
+    assert told[0].cause is Cause.INVALID
+
+
+async def test_that_no_thread_can_be_started_is_not_the_grammar_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = Masks(Grammars(LLTokenizer("byte")))
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(masks._threads, "submit", refuse)
+    gave_up = await soon(Asker(masks, "start: /[a-z]*/").ask("a"))
+    assert gave_up.cause is Cause.INTERNAL
 
 
 async def test_too_many_items_end_a_text_with_the_bound_and_no_other(

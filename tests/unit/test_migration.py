@@ -22,6 +22,7 @@ from decode_worker import answers as answers_module
 from decode_worker import migration as migration_module
 from decode_worker import request as request_module
 from decode_worker.columns import DecodeColumns
+from decode_worker.core import _fits
 from decode_worker.migration import MAX_PUT_OFF, goes_on
 from decode_worker.step import Step
 from kv_transfer.lender import LENT_TTL_S
@@ -159,7 +160,7 @@ def test_a_sequence_that_has_run_ahead_is_not_cut_but_read_ahead_again() -> None
     d0.step(40)  # the first stage takes as long as ten blocks
     world.deliver()
     end_step(world, d0)
-    assert (old.cut, failed(late)) == (set(), Cause.CAPACITY)
+    assert (old.cut, failed(late)) == (set(), Cause.LEASE_LOST)
     assert d0.in_step, "it goes on"
     num_read = d1.reads.num_blocks_read
     world.gateway.move(old, d1)
@@ -181,7 +182,7 @@ def test_a_sequence_that_always_runs_ahead_is_cut_nevertheless() -> None:
         world.deliver(reads=False)
         d0.step(30)
         world.deliver()
-        assert failed(leg) is Cause.CAPACITY
+        assert failed(leg) is Cause.LEASE_LOST
     world.gateway.move(old, d1)
     world.deliver(reads=False)
     d0.step(30)
@@ -624,6 +625,21 @@ def test_a_gateway_that_has_lost_many_tokens_is_sent_all_of_them(monkeypatch: py
     finish(world)
 
 
+def test_what_a_moved_sequence_begins_with_may_take_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that its source has told of, and its own first one: the gateway would find a gap."""
+    for module in (request_module, answers_module, migration_module):
+        monkeypatch.setattr(module, "MAX_TOLD_TOKENS", 2)
+    world = World()
+    old = running(world)
+    new = world.gateway.move(old, second(world))
+    world.deliver()
+    end_step(world, first(world))
+    assert old.moved == {0}
+    finish(world)
+    assert kinds(new) == [Finished]
+    assert no_token_was_computed_twice(world)
+
+
 def test_a_sequence_that_has_run_too_far_for_one_message_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration_module, "MAX_TOLD_TOKENS", 8)
     world = World()
@@ -678,6 +694,27 @@ def test_a_cut_sequence_that_nobody_takes_over_fails_once() -> None:
     assert failed(old) is Cause.LEASE_LOST
     assert (d0.left().get("leases"), d1.left().get("quarantined")) == (None, None)
     finish(world)
+    assert world.gateway.num_begun_again == 1
+
+
+def test_a_choice_that_nobody_takes_over_leaves_the_others_where_they_are() -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, num_choices=2)
+    world.gateway.move(old, d1)
+    world.deliver()
+    end_step(world, d0, reads=False)
+    assert old.cut == {0}
+    world.kill(d1)
+    world.now += LENT_TTL_S
+    d0.tick()
+    d0.tick()
+    world.deliver()
+    assert (old.moved, old.ends) == ({0}, [])
+    assert (d0.core.departures.num_moved, d0.left().get("leases")) == (0, None)
+    d0.resume()
+    finish(world)
+    assert kinds(old) == [Finished], "the other one ends there"
     assert world.gateway.num_begun_again == 1
 
 
@@ -899,10 +936,10 @@ LOGPROB = TokenLogprobs(logprob=-1.0, top=())
 
 
 def test_a_sequence_goes_on_from_what_was_asked_for() -> None:
-    assert goes_on([TOKENS], WORK)
+    assert goes_on([TOKENS], WORK, 1000)
     asked = replace(WORK, sampling=SamplingParams(max_tokens=9, logprobs=0))
-    assert goes_on([replace(TOKENS, logprobs=(LOGPROB, LOGPROB))], asked)
-    assert not goes_on([TOKENS], asked)
+    assert goes_on([replace(TOKENS, logprobs=(LOGPROB, LOGPROB))], asked, 1000)
+    assert not goes_on([TOKENS], asked, 1000)
 
 
 @pytest.mark.parametrize(
@@ -914,12 +951,31 @@ def test_a_sequence_goes_on_from_what_was_asked_for() -> None:
         [replace(TOKENS, position=2)],
         [replace(TOKENS, position=4)],
         [replace(TOKENS, finish_reason="stop")],
+        [replace(TOKENS, token_ids=(7, 1000))],
         [replace(TOKENS, logprobs=(LOGPROB, LOGPROB))],
     ],
-    ids=["nothing", "two choices", "another choice", "too early", "too late", "ended", "reports unasked"],
+    ids=[
+        "nothing",
+        "two choices",
+        "another choice",
+        "too early",
+        "too late",
+        "ended",
+        "of no model",
+        "reports unasked",
+    ],
 )
 def test_anything_else_is_no_continuation(said: list[Tokens]) -> None:
-    assert not goes_on(said, WORK)
+    assert not goes_on(said, WORK, 1000)
+
+
+def test_first_tokens_are_those_that_were_asked_for_and_of_the_model() -> None:
+    first = replace(TOKENS, token_ids=(7,))
+    assert _fits([first], WORK, 8)
+    assert not _fits([first], WORK, 7)
+    assert not _fits([TOKENS], WORK, 1000), "two tokens"
+    assert not _fits([replace(first, position=4)], WORK, 8)
+    assert not _fits([first, replace(first, choice=0)], WORK, 8)
 
 
 def test_a_source_that_says_something_else_is_not_believed() -> None:

@@ -40,6 +40,7 @@ def request(
     attempt: int = 1,
     token_ids: Sequence[int] | None = None,
     salt: str = "",
+    num_choices: int = 1,
 ) -> PrefillRequest:
     """A request whose tokens no other one has, unless they are given."""
     token_ids = [next(TOKENS) for _ in range(num_tokens)] if token_ids is None else token_ids
@@ -48,7 +49,7 @@ def request(
         attempt=attempt,
         token_ids=tuple(token_ids),
         prompt_len=num_tokens,
-        choices=(0,),
+        choices=tuple(range(num_choices)),
         sampling=SamplingParams(max_tokens=1),
         budget_s=1.0,
         tier=tier,
@@ -68,6 +69,7 @@ class Bench:
         token_budget: int = 12,
         max_waiting: int = 100,
         seconds_per_token: float = 0.0,
+        **options: int,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.scheduler = PrefillScheduler(
@@ -79,6 +81,7 @@ class Bench:
             ageing_s=30.0,
             ttft_target_s=TARGETS_S.__getitem__,
             costs=Costs(prefill_s_per_token=seconds_per_token),
+            **options,
         )
 
     def admit(self, *requests: PrefillRequest, now: float = 0.0) -> list[PrefillRequest]:
@@ -140,6 +143,16 @@ def test_prompts_share_a_step_in_order_within_the_budget() -> None:
     bench.admit(request("a", 10), request("b", 3), request("c", 9))
     assert bench.step() == [("a", 0, 8), ("b", 0, 3), ("c", 0, 1)]
     assert bench.step() == [("a", 8, 10), ("c", 1, 9)]
+
+
+def test_a_step_samples_no_more_than_it_has_memory_for_but_at_least_one_prompt() -> None:
+    """Short prompts with many choices: each choice has a row of logits."""
+    bench = Bench(token_budget=100, most_samples=4)
+    bench.admit(*(request(name, 3, num_choices=num) for name, num in (("a", 3), ("b", 3), ("c", 1), ("d", 9))))
+    assert bench.step() == [("a", 0, 3), ("b", 0, 2), ("c", 0, 3), ("d", 0, 2)]
+    assert bench.step() == [("b", 2, 3)]
+    assert bench.step() == [("d", 2, 3)]
+    assert bench.step() == []
 
 
 def test_the_first_of_two_long_prompts_is_not_slowed_down() -> None:

@@ -438,6 +438,15 @@ def test_that_a_source_leaves_or_is_too_small_is_not_said_of_the_sink(pull: Pull
     assert gave_up(pull.withdrawn(OfferWithdrawn(**ABOUT, cause=cause, message="mine"))) is Cause.LEASE_LOST
 
 
+@pytest.mark.parametrize("how", ["withdrawn", "refused"])
+def test_that_a_source_is_full_is_held_against_the_source(pull: Pull, how: str) -> None:
+    """As the sink's own word a gateway would take the sink for full."""
+    offered(pull)
+    message = OfferWithdrawn(**ABOUT, cause=Cause.CAPACITY, message="too many")
+    actions = pull.withdrawn(message) if how == "withdrawn" else pull.refused(Cause.CAPACITY, "too many clients")
+    assert gave_up(actions) is Cause.WORKER_LOST
+
+
 @pytest.mark.parametrize("prepare", [offered, settling], ids=["offered", "settling"])
 def test_the_source_is_told_at_once_when_no_read_is_open(pull: Pull, prepare: Callable[[Pull], Pull]) -> None:
     prepare(pull)

@@ -443,6 +443,7 @@ async def test_nothing_is_kept_of_sources_that_are_gone(net: Net) -> None:
     ("theirs", "told"),
     [
         (Cause.INTERNAL, Cause.WORKER_LOST),
+        (Cause.CAPACITY, Cause.WORKER_LOST),
         (Cause.DRAINING, Cause.LEASE_LOST),
         (Cause.TOO_LARGE, Cause.LEASE_LOST),
         (Cause.DEADLINE, Cause.DEADLINE),

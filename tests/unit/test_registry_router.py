@@ -175,6 +175,16 @@ def test_a_sequence_has_room_where_its_blocks_and_the_next_one_are_free(
     assert not registry.workers[D1].has_room(num_tokens)
 
 
+def test_one_that_has_no_room_for_a_sequence_may_have_some_for_a_shorter_one(registry: Registry) -> None:
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    registry.heartbeat(D1, load(total=10), 0.0)
+    registry.no_room(D1, 40, 0.0)
+    registry.no_room(D1, 50, 0.0)
+    assert [registry.workers[D1].has_room(num_tokens) for num_tokens in (39, 40, 50)] == [True, False, False]
+    registry.heartbeat(D1, load(total=10), 2.0)
+    assert registry.workers[D1].has_room(50)
+
+
 # --- what is in flight -----------------------------------------------------------------------------------------------
 
 

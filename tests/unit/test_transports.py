@@ -892,6 +892,23 @@ async def test_a_mover_that_cannot_start_says_why() -> None:
     await mover.close()
 
 
+async def test_a_transport_that_hangs_does_not_keep_the_worker_from_ending(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call into a driver has not returned."""
+    monkeypatch.setattr("kv_transfer.mover._HUNG_S", 0.05)
+    returns = threading.Event()
+    monkeypatch.setattr(watched.transport, "close", lambda: returns.wait(END_BOUND_S))
+    try:
+        async with asyncio.timeout(END_BOUND_S / 2):
+            await watched.mover.close()
+        assert "has not ended" in caplog.text
+    finally:
+        returns.set()
+        monkeypatch.undo()
+        await watched.mover.close()
+
+
 async def test_a_refused_source_fails_its_reads_only(watched: Watched) -> None:
     watched.transport.raising["add_source"] = TransferError("blocks of 1 byte")
     watched.mover.carry_out(AddSource(Incarnation("bad"), b""))

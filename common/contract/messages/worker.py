@@ -270,7 +270,8 @@ class Cut(RequestMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(RequestMessage):
-    """Terminal for a choice: another worker has settled its blocks; everything that it held here is free."""
+    """Terminal for a choice: another worker has settled its blocks, or none has after its `Cut` for so long that they
+    are given up while other choices go on. Everything that it held here is free."""
 
     choice: Choice
 

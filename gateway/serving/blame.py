@@ -1,0 +1,47 @@
+"""What a failure says of the choices that it concerns, and whether it ends their request. Pure state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.contract.errors import Cause
+from gateway.serving.attempt import Broken
+from gateway.serving.choice import Choice
+from gateway.serving.flow_actions import Fail
+from gateway.serving.suspicion import MAX_CRASHES, Share
+
+MAX_FAILURES = 6
+"""Attempts at a choice that may fail without a new token in between; one more fails the request."""
+MAX_BUGS = 2
+"""Like `MAX_FAILURES`, but for failures that a worker reported as its own fault."""
+_FINAL = frozenset({Cause.INVALID, Cause.DEADLINE})
+"""Causes that would fail at every worker."""
+
+
+def count_failure(wanting: Sequence[Choice], held: Sequence[Choice], broken: Broken, share: Share) -> Fail | None:
+    """Count a failure for the choices `wanting`, which nothing generates any more, and blame its worker. The worker had
+    the choices `held`. Returns the end of the request if it is one failure too many."""
+    for choice in wanting:
+        choice.num_failures += share not in (Share.STOOD_BY, Share.IN_GROUP)  # others have probably crashed it
+        choice.num_bugs += broken.cause is Cause.INTERNAL
+        if broken.blame is not None:
+            choice.avoid.add(broken.blame.life)
+    end = count_crash(wanting, held, broken.message, share)
+    exhausted = any(choice.num_failures > MAX_FAILURES or choice.num_bugs > MAX_BUGS for choice in wanting)
+    if end is None and (exhausted or broken.cause in _FINAL):
+        end = Fail(broken.cause, broken.message)
+    return end
+
+
+def count_crash(wanting: Sequence[Choice], held: Sequence[Choice], message: str, share: Share) -> Fail | None:
+    """Suspect the choices `held`, which a worker had that has crashed; inert if it has not. Returns the end of the
+    request if it is convicted."""
+    proven = share is Share.ALONE and any(choice.suspected for choice in wanting)
+    for choice in held:
+        choice.suspect(share)
+    if proven:
+        why = "workers have crashed with this request, the last one while it computed nothing else"
+        return Fail(Cause.POISON, f"{why}: {message}")
+    if any(choice.num_crashes > MAX_CRASHES for choice in wanting):
+        return Fail(Cause.POISON, f"{MAX_CRASHES + 1} workers have crashed with this request: {message}")
+    return None
