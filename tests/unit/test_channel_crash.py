@@ -13,15 +13,16 @@ from dataclasses import replace
 
 import pytest
 import zmq
-from channel_bench import WAIT_S, Client, Net, RawWorker, Worker, heartbeat, tokens
+from channel_bench import KEY, WAIT_S, Client, Net, RawWorker, Worker, heartbeat, tokens
 from waiting import eventually
 
 from common.contract.codec import encode
+from common.contract.errors import Cause
 from common.contract.ids import Handle, RequestId, new_incarnation
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort
 from common.contract.messages.session import HeartbeatEcho, Hello, Role
-from common.contract.messages.worker import StepTokens, Tokens
+from common.contract.messages.worker import Failed, StepTokens, Tokens
 from common.runtime.channel import ControlClient, ends
 from common.runtime.clock import Pulse
 
@@ -199,6 +200,33 @@ async def test_a_connection_that_breaks_while_tokens_flow_keeps_its_session(
     assert positions == list(range(first, last + 1)), "what waited arrives in order and once"
     assert (client.losses, client.num_resyncs, client.workers) == ([], 1, [worker.me])
     assert (worker.lost, worker.server.traffic.sessions_lost) == ([], 0)
+
+
+async def test_a_request_whose_end_waits_for_the_connection_is_not_unknown(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Welcome comes first: else the client would take the request for lost, and what is said of it for stale."""
+    monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
+    worker = net.worker()
+    monkeypatch.setattr(worker, "on_hello", lambda *_: ())
+    proxy, port = await proxy_of(net, worker)
+    client = await net.client(at(port)).opened()
+    session = worker.server._sessions[client.me]
+    await client.beats(1)
+    proxy.deaf = True
+    proxy.break_connections()
+    async with asyncio.timeout(WAIT_S):
+        while not session.broken:
+            worker.server.send(client.me, tokens(1))
+            await asyncio.sleep(0)
+    other = RequestId("not asked about")
+    failed = Failed(request=RequestId("r"), attempt=1, cause=Cause.INVALID, message="why")
+    for message in (failed, replace(failed, request=other)):
+        worker.server.send(client.me, message)
+    proxy.deaf = False
+    proxy.break_connections()
+    await client.events.until(lambda: failed in client.received)
+    assert [each.open_requests for each in client.welcomes] == [(), (KEY,)]
 
 
 async def test_a_client_whose_connection_breaks_and_that_stays_away_is_lost(net: Net) -> None:

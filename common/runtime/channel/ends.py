@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from common.contract.codec import encode_some
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages.fields import Message
+from common.contract.messages.fields import Message, RequestMessage
 from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.worker import StepTokens
 from common.runtime.clock import Pulse
@@ -80,6 +80,11 @@ class Outbox:
     def unsent_work(self) -> frozenset[RequestKey]:
         """The requests whose first message waits here, so that the peer cannot know them yet."""
         return frozenset(message.key for message in self._messages if isinstance(message, Prefill | Decode))
+
+    @property
+    def told(self) -> frozenset[RequestKey]:
+        """The requests that messages are about which wait here."""
+        return frozenset(message.key for message in self._messages if isinstance(message, RequestMessage))
 
     def append(self, message: Message) -> None:
         """Append a message."""

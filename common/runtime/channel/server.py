@@ -236,9 +236,12 @@ class ControlServer:
         if peer not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
             self._send_control(peer, HelloRefused(cause=Cause.CAPACITY, message=f"{MAX_SESSIONS} clients already"))
             return
-        open_requests = self._handler.on_hello(peer, hello)
+        known = self._handler.on_hello(peer, hello)
         old = self._sessions.get(peer)
         outbox = old.outbox if old else Outbox(self._me)
+        # What waits follows the Welcome: a request whose end is still to be told is not unknown here.
+        told = outbox.told.difference(known)
+        open_requests = (*known, *(key for key in hello.open_requests if key in told))
         self._sessions[peer] = _Session(hello.role, self._clock(), outbox, self._beat)
         if outbox:
             self._flush_soon(peer)
