@@ -46,15 +46,17 @@ Turn = dict[str, Any]
 """One run of the load on one system: the system, the point of the load, the round, the seed, and the figures."""
 
 
-def start(stack: ExitStack, name: str, folder: Path, model: Model, dtype: str) -> str:
-    """Start a system; return its base URL. The prefill worker of a pair computes every prompt, however short."""
+def start(stack: ExitStack, name: str, folder: Path, model: Model, dtype: str, itl_target_s: float = 0.0) -> str:
+    """Start a system; return its base URL. The prefill worker of a pair computes every prompt, however short.
+    `itl_target_s` is Baton's target between tokens, 0 its default."""
+    target = {"BATON_STANDARD_ITL_S": str(itl_target_s)} if itl_target_s else {}
     common = ["--model", str(folder), "--dtype", dtype, "--kv-cache-bytes", str(2**30)]
     match name:
         case "baton pair":
-            handed_over = {"BATON_LOCAL_PREFILL_TOKENS": "0"}
+            handed_over = {"BATON_LOCAL_PREFILL_TOKENS": "0"} | target
             return stack.enter_context(local_stack([*common, "--prefill", "1", "--decode", "1"], handed_over)).url
         case "baton colocated":
-            return stack.enter_context(local_stack([*common, "--prefill", "0", "--decode", "1"])).url
+            return stack.enter_context(local_stack([*common, "--prefill", "0", "--decode", "1"], target)).url
         case "vllm single" | "vllm pair":
             form = name.removeprefix("vllm ")
             return stack.enter_context(vllm.FORMS[form](folder, dtype=dtype, settings=vllm.chosen(form, model, dtype)))
@@ -62,14 +64,16 @@ def start(stack: ExitStack, name: str, folder: Path, model: Model, dtype: str) -
 
 
 @contextmanager
-def started(scratch: Path, model: Model, dtype: str, systems: Sequence[str]) -> Iterator[dict[str, System]]:
-    """Start all systems with one checkpoint; yields them by name."""
+def started(
+    scratch: Path, model: Model, dtype: str, systems: Sequence[str], itl_target_s: float = 0.0
+) -> Iterator[dict[str, System]]:
+    """Start all systems with one checkpoint; yields them by name. For `itl_target_s` see `start`."""
     folder = model_with_texts(scratch, model)
     with ExitStack() as stack:
         found = {}
         for name in systems:
             before = groups()
-            url = start(stack, name, folder, model, dtype)
+            url = start(stack, name, folder, model, dtype, itl_target_s)
             found[name] = System(url, groups() - before)
         yield found
 

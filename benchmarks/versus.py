@@ -47,10 +47,12 @@ def measure(
     input_tokens: int = 512,
     output_tokens: int = 64,
     systems: tuple[str, ...] = SYSTEMS,
+    itl_target_s: Annotated[float, "Baton's target between tokens (--standard-itl-s); 0: its default"] = 0.0,
 ) -> Iterator[Result]:
     """Start the systems, and let them take turns: all runs so far after each turn."""
     lengths, peers = length_options(workload, input_tokens, output_tokens), peers_of(systems, model, dtype)
-    with started(scratch, model, dtype, systems) as up:
+    target = f"-itl-{itl_target_s:g}" if itl_target_s else ""
+    with started(scratch, model, dtype, systems, itl_target_s) as up:
 
         def load(name: str, places: float, seed: int) -> dict[str, Any]:
             options = ["--concurrency", str(places), "--requests", str(max(4, requests * int(places)))]
@@ -62,7 +64,9 @@ def measure(
 
         for runs in in_turns(up, "concurrency", concurrency, rounds=rounds, minutes=minutes, load=load):
             ratios = {"ratios": summary(runs), "runs": runs}
-            yield Result(name=by_cpu(f"versus-{model}-{dtype}-{workload}{part(systems)}"), figures=ratios, peers=peers)
+            yield Result(
+                name=by_cpu(f"versus-{model}-{dtype}-{workload}{part(systems)}{target}"), figures=ratios, peers=peers
+            )
 
 
 if __name__ == "__main__":
