@@ -72,39 +72,38 @@ def autoscaler(role: str) -> dict[str, Any]:
     return spec
 
 
-def evaluate(samples: dict[str, list[float | None]], query: str, folder: Path, spec: dict[str, Any]) -> float | None:
-    """Evaluate `query`, with the rules, at the last of the samples; None if the result is empty."""
+Samples = dict[str, list[float | None]]
+"""Scraped in some minutes, by series."""
+
+
+def evaluate(scrapes: Sequence[Samples], query: str, folder: Path, spec: dict[str, Any]) -> list[float | None]:
+    """Evaluate `query`, with the rules, at the last of the samples of each scrape; None where the result is empty."""
     (folder / "rules.yaml").write_text(json.dumps(spec))
-    num = max(len(values) for values in samples.values())
-    words = {name: " ".join("_" if v is None else f"{v:.9g}" for v in values) for name, values in samples.items()}
-    test = {
-        "rule_files": ["rules.yaml"],
-        "evaluation_interval": f"{SCRAPE_S}s",
-        "tests": [
-            {
-                "interval": f"{SCRAPE_S}s",
-                "input_series": [{"series": name, "values": values} for name, values in words.items()],
-                "promql_expr_test": [
-                    {
-                        "expr": f'{query} or label_replace(vector(-1), "none", "of", "", "")',
-                        "eval_time": f"{(num - 1) * SCRAPE_S}s",
-                        "exp_samples": [],
-                    }
-                ],
-            }
-        ],
-    }
+    tests = []
+    for samples in scrapes:
+        num = max(len(values) for values in samples.values())
+        words = {name: " ".join("_" if v is None else f"{v:.9g}" for v in values) for name, values in samples.items()}
+        expected = {
+            "expr": f'{query} or label_replace(vector(-1), "none", "of", "", "")',
+            "eval_time": f"{(num - 1) * SCRAPE_S}s",
+            "exp_samples": [],
+        }
+        series = [{"series": name, "values": values} for name, values in words.items()]
+        tests.append({"interval": f"{SCRAPE_S}s", "input_series": series, "promql_expr_test": [expected]})
+    test = {"rule_files": ["rules.yaml"], "evaluation_interval": f"{SCRAPE_S}s", "tests": tests}
     (folder / "test.yaml").write_text(json.dumps(test))
     command = ["promtool", "test", "rules", str(folder / "test.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    # The test expects an empty result, so promtool's failure message contains the real one.
-    found = re.search(r"got:\s*(.*)", done.stderr + done.stdout)
-    assert found is not None, done.stderr + done.stdout
-    values = [
-        float(value) for labels, value in re.findall(r"\{([^}]*)\} (\S+?)(?:,|$)", found[1]) if "none=" not in labels
-    ]
-    assert len(values) <= 1, found[1]
-    return values[0] if values else None
+    # The tests expect empty results, so promtool's failure messages contain the real ones, in the same order.
+    found = re.findall(r"got:\s*(.*)", done.stderr + done.stdout)
+    assert len(found) == len(tests), done.stderr + done.stdout
+    results: list[float | None] = []
+    for each in found:
+        labelled = re.findall(r"\{([^}]*)\} (\S+?)(?:,|$)", each)
+        values = [float(value) for labels, value in labelled if "none=" not in labels]
+        assert len(values) <= 1, each
+        results.append(values[0] if values else None)
+    return results
 
 
 class Worker:
@@ -278,7 +277,7 @@ class Pool:
             worker.draining = True
             worker.ready_at = min(worker.ready_at, now)
 
-    def scrape(self, now: float) -> dict[str, list[float | None]]:
+    def scrape(self, now: float) -> Samples:
         """Prometheus' samples of the last minutes."""
         found: dict[str, float] = {}
         for worker in self.workers:
@@ -310,21 +309,24 @@ def simulate(
 ) -> Story:
     """Simulate `end_s` seconds with `rate(t)` requests per second, scaled by the result of `query`."""
     pool, scaler = Pool(rate, seed), Autoscaler(autoscaler("prefill"))
-    replicas = 1
+    replicas, story = 1, pool.story
+    scrapes: list[Samples] = []
     with TemporaryDirectory() as scratch:
-        for number in range(1, int(end_s / SCRAPE_S) + 1):
-            now = float(number * SCRAPE_S)
+        for index in range(int(end_s / SCRAPE_S)):
+            now = float((index + 1) * SCRAPE_S)
             pool.run(now)
-            wanted = evaluate(pool.scrape(now), query, Path(scratch), spec)
-            story = pool.story
-            late = story.wanted[-LATE:][0] if story.wanted else None
-            replicas = scaler.replicas(now, replicas, late)
+            scrapes.append(pool.scrape(now))
+            seen = max(0, index - LATE)
+            if index and seen == len(story.wanted):  # promtool takes its time to start: for several scrapes at once
+                story.wanted += evaluate(scrapes, query, Path(scratch), spec)
+                scrapes.clear()
+            replicas = scaler.replicas(now, replicas, story.wanted[seen] if index else None)
             pool.scale(replicas, now)
             story.times_s.append(now)
             story.replicas.append(replicas)
             story.ready.append(sum(worker.ready_at <= now for worker in pool.workers))
-            story.wanted.append(wanted)
-    return pool.story
+        story.wanted += evaluate(scrapes, query, Path(scratch), spec) if scrapes else []
+    return story
 
 
 def step(before: float, after: float, at_s: float, back_at_s: float = math.inf) -> Callable[[float], float]:

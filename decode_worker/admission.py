@@ -47,9 +47,6 @@ class Admission:
         self._num_admitted = [0] * len(Tier)
         """Sequences that hold blocks, by the rank of their tier."""
 
-    def __len__(self) -> int:
-        return len(self._forecast)
-
     def keys(self) -> list[Key]:
         """Every sequence that holds blocks."""
         return list(self._forecast)

@@ -8,7 +8,7 @@ from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
 from decode_worker.answers import Answers
 from decode_worker.migration import Arrivals, Departures
-from decode_worker.request import DecodeChoice, DecodeRequest, RequestEvent, RequestState
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, RequestEvent, RequestState
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.pulls import Pulls
 
@@ -59,6 +59,18 @@ class Book:
             self.finished.popitem(last=False)[1].enter(RequestEvent.END)
         self._front.count("finished")
         self._answers.finished(request)
+
+    def give_up(self, choice: DecodeChoice) -> None:
+        """Its client needs no more of a choice, and goes on with others; no effect once it has ended."""
+        if not choice.goes_on:
+            return
+        choice.given_up = True
+        if choice.stage is ChoiceStage.ENDED:  # it was cut, and has ended here when its lease has
+            self._departures.give_up(choice)
+            return
+        self._masks.forget(choice.sequence.grammar_state)
+        self._scheduler.sequences.remove(choice, wanted=True)
+        self.finish_if_ended(choice.request)
 
     def fail(self, request: DecodeRequest, cause: Cause, message: str) -> None:
         """Remove the request, and tell its gateway why."""

@@ -306,6 +306,10 @@ class DecodeCore:
         request = self.book.find(message.request)
         if request is None or request.gateway != gateway or request.work.attempt > message.attempt:
             return
+        if message.choice is not None:
+            for choice in [each for each in request.choices if each.sequence.choice == message.choice]:
+                self.book.give_up(choice)
+            return
         if message.request in self.book.finished:
             self.book.forget(request, "aborted")  # the gateway was sent its end
             return
@@ -390,7 +394,7 @@ class DecodeCore:
         if choice is None:
             return
         request = choice.request
-        if settled or any(each is not choice and each.goes_on for each in request.choices):
+        if settled or choice.given_up or any(each is not choice and each.goes_on for each in request.choices):
             self.departures.leave(choice, settled=settled)
             self.book.finish_if_ended(request)
         else:

@@ -176,6 +176,11 @@ class Departures:
         moved = Moved(request=request_id, attempt=attempt, choice=choice.sequence.choice)
         self._send(choice.request.gateway, moved)
 
+    def give_up(self, choice: DecodeChoice) -> None:
+        """Nobody needs a sequence any more that was cut: withdraw its lease."""
+        for key in [key for key, cut in self._cut.items() if cut is choice]:
+            self._lender.withdraw(key.request, Cause.LEASE_LOST, "its client needs no more of the sequence")
+
     def forget(self, request: DecodeRequest) -> None:
         """The request has ended here: withdraw the leases on its sequences."""
         for choice in request.choices:

@@ -190,6 +190,8 @@ class DecodeChoice:
     """Times that it was not cut because it had run too far ahead of what its sink had read."""
     moved: bool = False
     """Whether another worker continues it, or nobody took it over after it was cut."""
+    given_up: bool = False
+    """Whether its client needs no more of it."""
     lookup: Lookup | None = None
     """What is expected next of its text; None before it was first asked for."""
     draft: DraftTable | None = None
@@ -209,7 +211,7 @@ class DecodeChoice:
     @property
     def goes_on(self) -> bool:
         """Whether this worker has more to generate of it, as far as is known."""
-        return self.finish_reason is None and not self.moved
+        return self.finish_reason is None and not self.moved and not self.given_up
 
     def enter(self, event: StageEvent) -> None:
         """Change the stage."""

@@ -33,8 +33,14 @@ LONGEST_SERVING_POLL_INTERVAL_S = 0.005
 READ_BYTES_PER_S = 1e9
 """The rate at which peers should have read something: that of a slow network. Over TCP a read sends what fits into a
 socket's buffer between two polls, so that a faster one may need the shorter interval."""
-_HUNG_S = 30.0
+_CLOSE_S = 30.0
 """Seconds after which `close` does not wait for the thread any more: a call into UCX or a driver has not returned."""
+_HUNG_S = 300.0
+"""Seconds after which the mover is given up if a call has not returned. The longest ones register the KV cache for some
+sources, each of which may take a minute for hundreds of GB."""
+_LOOKS = 8
+"""How often the thread is looked at in that time. A process that stands still for a while misses looks, and the thread
+is not held to be hung."""
 CLOSE_GRACE_S = 0.5
 """Seconds that `close` gives open reads to end, because UCX may abort a source whose sink leaves during a read."""
 
@@ -79,8 +85,8 @@ class Mover:
     `on_read(read_id, error)` is called once for each read when it has ended, that is, when nothing will write to its
     blocks any more. `error` is None if every block has arrived. It is never called from within `carry_out`.
 
-    `on_fatal(error)` is called if the thread dies of a bug, or what serves peers does. Reads whose end could not be
-    proved are then never reported, and their blocks stay in quarantine: the process should end.
+    `on_fatal(error)` is called if the thread dies of a bug or hangs, or what serves peers dies. Reads whose end could
+    not be proved are then never reported, and their blocks stay in quarantine: the process should end.
     """
 
     def __init__(
@@ -106,6 +112,8 @@ class Mover:
         self._thread: threading.Thread | None = None
         self._transport: Transport | None = None
         self._stopped = False
+        self._watching: asyncio.Task[None] | None = None
+        self._hung = False
 
     @property
     def num_open_reads(self) -> int:
@@ -143,15 +151,17 @@ class Mover:
 
     async def close(self) -> None:
         """End the thread and the transport. Open reads have `CLOSE_GRACE_S` to end; the others are reported as
-        failed. A thread that a call of the transport holds up for `_HUNG_S` is left behind."""
-        if self._thread is None:
+        failed. A thread that hangs, or that a call of the transport holds up for `_CLOSE_S`, is left behind."""
+        if self._thread is None or self._hung:
             return
+        if self._watching is not None:
+            self._watching.cancel()
         self._commands.put(_Stop())
         try:
-            async with asyncio.timeout(_HUNG_S):
+            async with asyncio.timeout(_CLOSE_S):
                 await asyncio.shield(self._ended)
         except TimeoutError:
-            _logger.error("the transport has not ended after %.0f s: it is left as it is", _HUNG_S)
+            _logger.error("the transport has not ended after %.0f s: it is left as it is", _CLOSE_S)
             return
         self._thread.join()
 
@@ -167,15 +177,29 @@ class Mover:
             self.bandwidths.observe(ended.source, ended.route, num_bytes, ended.duration_s, first=ended.first)
             self._on_read(ended.read_id, None)
 
-    def _begin(self, transport: Transport, metadata: bytes) -> None:
+    def _begin(self, transport: Transport, worker: _Worker, metadata: bytes) -> None:
         """The first callback of the thread: the transport works."""
         self._transport = transport
+        self._watching = self._loop.create_task(self._watch(worker))
         self._metadata.set_result(metadata)
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Find out that a call of the transport does not return."""
+        seen, num_looks = worker.turn, 0
+        while num_looks < _LOOKS:
+            await asyncio.sleep(_HUNG_S / _LOOKS)
+            num_looks = num_looks + 1 if worker.turn == seen and worker.at_work else 0
+            seen = worker.turn
+        self._hung = True
+        _logger.error("the mover hangs with %d reads open", self.num_open_reads)
+        self._on_fatal(TransferError(f"a call of the transport has not returned for {_HUNG_S:.0f} s"))
 
     def _end(self, fatal: Exception | None) -> None:
         """The last callback of the thread: it has ended, and `fatal` is the bug that it died of, if any."""
         self._stopped = True
         self._transport = None
+        if self._watching is not None:
+            self._watching.cancel()
         self._refuse_reads()
         self._ended.set_result(None)
         if fatal is None:
@@ -207,7 +231,7 @@ class Mover:
                 self._region,
             )
             try:
-                self._tell(self._begin, transport, worker.metadata())
+                self._tell(self._begin, transport, worker, worker.metadata())
                 worker.run()
             finally:
                 worker.close()
@@ -238,6 +262,10 @@ class _Worker:
         self._refused_sources: dict[Incarnation, str] = {}
         self._read_from: set[Incarnation] = set()
         """Sources from which a read has arrived since they were added."""
+        self.turn = 0
+        """How often the thread has looked for a command. Another thread may read this and the next one."""
+        self.at_work = False
+        """Whether it may be in a call of the transport, and does not wait for a command."""
         self._read_by_s: float | None = None
         """Monotonic seconds at which peers should have read all that they have learned of; None while none may be
         reading."""
@@ -251,11 +279,14 @@ class _Worker:
         `CLOSE_GRACE_S`."""
         stop_s: float | None = None
         while stop_s is None or (self._open and time.monotonic() < stop_s):
+            self.at_work = False
+            self.turn += 1
             try:
                 command = self._commands.get(timeout=self._patience_s())
             except Empty:
-                pass
+                self.at_work = True
             else:
+                self.at_work = True
                 if isinstance(command, _Stop):
                     stop_s = time.monotonic() + CLOSE_GRACE_S
                 else:

@@ -85,7 +85,6 @@ class _Waiting:
 class NixlTransport:
     """The `Transport` over NIXL. Raises `TransferError` if nixl is missing or has no UCX backend."""
 
-    name = "nixl"
     serves_by_polling = True
 
     def __init__(

@@ -95,19 +95,14 @@ class Region:
         part = RankPart(address, 0, block_bytes, device_id)
         return cls(parts=(part,), num_blocks=num_blocks, block_bytes=block_bytes, device=device)
 
-    def require(self, block_ids: Iterable[int]) -> None:
-        """Raise `TransferError`, naming the first offender, unless every id is a block of this region."""
-        for block_id in block_ids:
-            if not 0 <= block_id < self.num_blocks:
-                raise TransferError(f"block {block_id} of a cache of {self.num_blocks} blocks")
-
     def views(self, block_id: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
         """What the parts hold of bytes `[start, stop)` of a block, writable and without a copy: where it begins in the
         block, and the bytes. In the order of the parts.
 
         Raises `TransferError` for an id out of range, and for device memory, which has no view.
         """
-        self.require((block_id,))
+        if not 0 <= block_id < self.num_blocks:
+            raise TransferError(f"block {block_id} of a cache of {self.num_blocks} blocks")
         if self.device != "cpu":
             raise TransferError(f"a {self.device} region cannot be viewed from the host")
         stop = self.block_bytes if stop is None else stop

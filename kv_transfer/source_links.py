@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 
@@ -25,27 +24,9 @@ from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import PeerNetworks
 from common.runtime.resolver import Resolver
+from kv_transfer.events import SourceLost, SourceOpened, SourceReceived, TransferEvent
 
 log = logging.getLogger(__name__)
-
-
-class SourceEvents(Protocol):
-    """The calls by which a sink learns about its sources."""
-
-    def open_pulls(self, address: str) -> Collection[RequestKey]:
-        """The pulls from this address that are not over."""
-
-    def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
-        """A source can be attached to. Also called after lost messages: every open pull must then attach again."""
-
-    def on_source_message(self, source: Incarnation, message: Message) -> None:
-        """A message from a source."""
-
-    def on_died(self, error: BaseException) -> None:
-        """A link has died of a bug."""
-
-    def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
-        """A source is gone, refuses this worker, or never answered. `source` is None if there was never a session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,22 +46,28 @@ class SourceLinks:
         me: Incarnation,
         role: Role,
         fingerprint: Fingerprint,
-        events: SourceEvents,
         clock: Clock,
         pulse: Pulse,
         peers: PeerNetworks,
-        keys: CurveKeys | None = None,
+        keys: CurveKeys | None,
+        report: Callable[[TransferEvent], None],
+        open_pulls: Callable[[str], Collection[RequestKey]],
+        on_died: Callable[[BaseException], None],
     ) -> None:
+        """`report` takes what sources do and say, `on_died` the error of a link that has died of a bug. `open_pulls`
+        returns the pulls from an address that are not over."""
         self.num_refused = 0
         """Number of addresses, named by messages, that were refused because they are outside the peers' networks."""
         self._me = me
         self._role = role
         self._fingerprint = fingerprint
-        self._events = events
         self._clock = clock
         self._pulse = pulse
         self._peers = peers
         self._keys = keys
+        self._report = report
+        self._open_pulls = open_pulls
+        self._on_died = on_died
         self._context = channel_context()
         self._resolver = Resolver(pulse.timeout_s)
         self._links: dict[str, _Link] = {}
@@ -136,11 +123,11 @@ class SourceLinks:
 
     def _give_up(self, address: str, cause: Cause, why: str) -> None:
         del self._links[address]
-        self._events.on_source_lost(address, None, cause, why)
+        self._report(SourceLost(address, None, cause, why))
 
     def _watch(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._events.on_died(error)
+            self._on_died(error)
 
     def _close(self, address: str) -> None:
         if address not in self._links:
@@ -157,31 +144,31 @@ class SourceLinks:
 
     def hello(self, link: ControlClient) -> Hello:
         """This worker's fingerprint and the pulls that are not over."""
-        pulls = tuple(self._events.open_pulls(link.address))
+        pulls = tuple(self._open_pulls(link.address))
         self._links[link.address].listed = frozenset(pulls)
         return Hello(role=self._role, fingerprint=self._fingerprint, open_requests=pulls)
 
     def on_open(self, link: ControlClient, welcome: Welcome) -> None:
         """A session opens."""
         assert link.worker is not None
-        for key in self._links[link.address].listed.difference(self._events.open_pulls(link.address)):
+        for key in self._links[link.address].listed.difference(self._open_pulls(link.address)):
             link.send(Detach(request=key.request, attempt=key.attempt))  # it has ended here since the Hello
-        self._events.on_source_open(link.address, link.worker, welcome)
+        self._report(SourceOpened(link.address, link.worker, welcome))
 
     on_resync = on_open
 
     def on_message(self, link: ControlClient, message: Message) -> None:
         """A message within the session."""
         assert link.worker is not None
-        self._events.on_source_message(link.worker, message)
+        self._report(SourceReceived(link.worker, message))
 
     def on_lost(self, link: ControlClient, why: str, *, crashed: bool) -> None:
         """The session is over."""
         self._close(link.address)
-        self._events.on_source_lost(link.address, link.worker, Cause.WORKER_LOST, why)
+        self._report(SourceLost(link.address, link.worker, Cause.WORKER_LOST, why))
 
     def on_refused(self, link: ControlClient, refused: HelloRefused) -> None:
         """The source refuses this worker."""
         log.error("%s refuses this worker: %s", link.address, refused.message)
         self._close(link.address)
-        self._events.on_source_lost(link.address, None, refused.cause, refused.message)
+        self._report(SourceLost(link.address, None, refused.cause, refused.message))

@@ -11,11 +11,10 @@ from collections.abc import Callable, Collection, Iterable
 
 from prometheus_client.metrics_core import Metric
 
-from common.contract.errors import Cause, TransferError
+from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages.fields import Message
-from common.contract.messages.session import Role, Welcome
+from common.contract.messages.session import Role
 from common.runtime.clock import Clock
 from common.runtime.config import WorkerSettings
 from common.runtime.curve import CurveKeys
@@ -26,9 +25,6 @@ from kv_transfer.events import (
     MoverAction,
     ReadEnded,
     SendToSource,
-    SourceLost,
-    SourceOpened,
-    SourceReceived,
     TransferEvent,
 )
 from kv_transfer.mover import Mover
@@ -56,11 +52,12 @@ class Transfers:
         self.mover = Mover(region, make_transport, self._on_read, self.on_died)
         self.metadata = b""
         """What sinks need in order to read from this worker; known once started."""
-        self.open_pulls = open_pulls
         self._report = report
         self._block_bytes = region.block_bytes
         peers, keys = PeerNetworks.of(settings), CurveKeys.load(settings.curve_keys)
-        self._links = SourceLinks(me, role, fingerprint, self, clock, settings.pulse, peers, keys)
+        self._links = SourceLinks(
+            me, role, fingerprint, clock, settings.pulse, peers, keys, report, open_pulls, self.on_died
+        )
 
     async def start(self) -> None:
         """Start the transport. Raises `TransferError` when it cannot work here."""
@@ -68,7 +65,7 @@ class Transfers:
         self.metadata = await self.mover.start()
 
     async def run(self) -> None:
-        """Wait until cancelled. If the mover's thread or a link dies of a bug, raise that error."""
+        """Wait until cancelled. If the mover's thread hangs, or it or a link dies of a bug, raise that error."""
         await self._died
 
     async def close(self) -> None:
@@ -86,23 +83,9 @@ class Transfers:
             case _:
                 self.mover.carry_out(action)
 
-    # --- what links and the mover report -------------------------------------------------------------------------
-
-    def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
-        """A source can be attached to."""
-        self._report(SourceOpened(address, source, welcome))
-
-    def on_source_message(self, source: Incarnation, message: Message) -> None:
-        """A message from a source."""
-        self._report(SourceReceived(source, message))
-
-    def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
-        """A source is gone, refuses this worker, or never answered."""
-        self._report(SourceLost(address, source, cause, why))
-
     def on_died(self, error: BaseException) -> None:
-        """The mover's thread or a link's task has died of a bug: make `run` raise the error, so that the worker
-        ends."""
+        """The mover's thread hangs, or it or a link's task has died of a bug: make `run` raise the error, so that the
+        worker ends."""
         if not self._died.done():
             self._died.set_exception(error)
 

@@ -69,10 +69,6 @@ class Transport(Protocol):
     """Moves blocks. Construction raises `TransferError` where the transport cannot work."""
 
     @property
-    def name(self) -> str:
-        """`nixl` or `zmq`, as it travels in `Welcome.transport`."""
-
-    @property
     def serves_by_polling(self) -> bool:
         """Whether `poll` must be called for peers to be able to read this worker's blocks."""
 

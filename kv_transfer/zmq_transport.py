@@ -119,7 +119,6 @@ class ZmqTransport:
     Raises `TransferError` for device memory, and when the address cannot be bound.
     """
 
-    name = "zmq"
     serves_by_polling = False
     num_registrations = 0
     num_evicted = 0

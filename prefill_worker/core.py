@@ -233,6 +233,8 @@ class PrefillCore:
 
     def _on_abort(self, gateway: Incarnation, message: Abort) -> None:
         request = self.requests.get(message.request)
+        if message.choice is not None:
+            return  # the prompt is computed for the other choices
         if request is not None and request.gateway == gateway and request.work.attempt <= message.attempt:
             self._end(request, Cause.CANCELLED, "aborted")
             self.front.cancelled(gateway, message.key)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 384
 EOS_TOKEN_ID = 1
@@ -63,6 +62,10 @@ def make_checkpoint(
     `config` overrides fields of the family's configuration. Weights are large enough for logits with clear gaps, and
     biases and norms are random too, so that a forgotten one shows.
     """
+    # Here: the process that shares the tests out among others imports this module, and makes none.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(seed)
     fields = _COMMON | _OF_FAMILY[family] | config
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
@@ -83,6 +86,9 @@ def make_checkpoint(
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of exactly `VOCAB_SIZE` tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

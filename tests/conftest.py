@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import hypothesis
@@ -18,7 +19,18 @@ hypothesis.settings.register_profile("patient", deadline=None)
 if "CI" not in os.environ:  # there hypothesis has a profile of its own, without a deadline
     hypothesis.settings.load_profile("patient")
 
-__all__ = ["checkpoint", "no_settings", "pytest_make_collect_report", "pytest_runtest_makereport"]
+__all__ = ["checkpoint", "no_settings", "pytest_collection", "pytest_make_collect_report", "pytest_runtest_makereport"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What has been imported and collected stays: no collection of garbage looks at it again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from kv_transfer.transport import Read, ReadState
 class Faulty:
     """A transport whose reads end when, and whose methods raise what, a test says."""
 
-    name = "faulty"
     num_registrations = 0
     num_evicted = 0
 

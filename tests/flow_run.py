@@ -147,7 +147,7 @@ class Run:
                     if isinstance(message, Prefill | Decode):
                         assert part not in self.goodbyes, "the same part is given twice"
                         self.goodbyes[part] = []
-                    elif isinstance(message, Abort | Ack):
+                    elif isinstance(message, Ack) or (isinstance(message, Abort) and message.choice is None):
                         self.goodbyes[part].append(message)
                     seen.append(Sent(part.life.address, self._shown(message)))
                 case AttemptBegan(attempt):
@@ -274,6 +274,7 @@ class Run:
             assert self.flow.keys_at(part.life.address) == []
         assert self.flow.fail(Cause.DEADLINE, "late") == []
         assert self.flow.cancel() == []
+        assert self.flow.give_up(0) == []
         assert (self.flow.state, self.flow.story) == (state, story)
 
     # --- the steps between ---------------------------------------------------------------------------------------

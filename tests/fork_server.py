@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
@@ -33,8 +34,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 _IMPORTS = {
-    "worker": ("prefill_worker.core", "decode_worker.core", "common.worker.start", "common.runtime.worker_host"),
-    "gateway": ("gateway.__main__", "transformers.models.auto.tokenization_auto"),
+    "worker": (
+        "prefill_worker.core",
+        "decode_worker.core",
+        "common.worker.start",
+        "common.runtime.worker_host",
+        "kv_transfer.nixl_transport",
+        "kv_transfer.zmq_transport",
+        "nixl._api",
+        "uvloop",
+    ),
+    "gateway": ("gateway.__main__", "transformers.models.auto.tokenization_auto", "uvloop"),
 }
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x4000, 0x80000, 2
@@ -75,8 +85,8 @@ class ForkedProcess:
     """`python -m MODULE OPTIONS`, forked by a server, with the methods of `subprocess.Popen` that tests use.
 
     It has the variables of this process but for Baton's settings, and `variables`; what is read at an import comes too
-    late. It inherits `fd` under the same number, runs in a network namespace if that has a name, and may end with its
-    parent, the server.
+    late. It inherits `fd` under the same number, or under `number`, runs in a network namespace if that has a name, and
+    may end with its parent, the server.
     """
 
     def __init__(
@@ -87,6 +97,7 @@ class ForkedProcess:
         fd: int,
         variables: Mapping[str, str] = MappingProxyType({}),
         namespace: str = "",
+        number: int | None = None,
     ) -> None:
         self.args = ["python", "-m", module, *options]
         self.returncode: int | None = None
@@ -98,7 +109,7 @@ class ForkedProcess:
             "module": module,
             "options": list(options),
             "environment": environment(variables),
-            "fd": fd,
+            "fd": fd if number is None else number,
             "namespace": namespace,
         }
         socket.send_fds(server.socket, [json.dumps(request).encode()], [writer, status, fd])
@@ -206,8 +217,12 @@ def main() -> None:
         from gateway.text.tokenizer import keep_torch_out
 
         keep_torch_out()
+    raise_logging_exceptions = logging.raiseExceptions
     for name in _IMPORTS[kind]:
         importlib.import_module(name)
+    logging.raiseExceptions = raise_logging_exceptions  # which nixl changes
+    if kind == "worker":
+        importlib.import_module("common.engine.native").kernels()
     if kind == "gateway":
         del sys.modules["torch"]  # each process keeps it out itself
         del sys.modules["gateway.__main__"]  # it is run as a program

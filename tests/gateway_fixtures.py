@@ -169,9 +169,12 @@ class ScriptedGenerator:
     closed_early: asyncio.Event = field(default_factory=asyncio.Event)
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     num_deltas: int = 0
+    given_up: list[int] = field(default_factory=list)
+    """Choices of which no more was needed, in order."""
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
         self.generations.append(generation)
+        generation.give_up = self.given_up.append
         self.num_open += 1
         complete = False
         try:
@@ -341,10 +344,16 @@ def assert_error(answer: Any, param: str | None, code: str | None = None) -> Non
         assert error["code"] == code
 
 
+def plain_openai(url: str, **options: Any) -> openai.AsyncOpenAI:
+    """The official client of a server without TLS, which needs no list of authorities: reading it takes a while."""
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=http, **options)
+
+
 @asynccontextmanager
 async def openai_client(generator: ScriptedGenerator, **limits: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     async with serve(generator, settings(**limits)) as server:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        async with plain_openai(server.url, max_retries=0) as client:
             yield client
 
 

@@ -45,7 +45,16 @@ from decode_worker.core import DecodeCore
 from decode_worker.request import DecodeChoice
 from kv_transfer import transfers
 from kv_transfer.bandwidths import Bandwidths
-from kv_transfer.events import AddSource, DropSource, MoverAction, StartRead
+from kv_transfer.events import (
+    AddSource,
+    DropSource,
+    MoverAction,
+    SourceLost,
+    SourceOpened,
+    SourceReceived,
+    StartRead,
+    TransferEvent,
+)
 from kv_transfer.transport import ReadId
 
 BLOCK_SIZE = 4
@@ -297,9 +306,9 @@ class Link:
 class Links:
     """The links of a site to its sources (`kv_transfer.source_links.SourceLinks`)."""
 
-    def __init__(self, site: Site, events: transfers.Transfers) -> None:
+    def __init__(self, site: Site, report: Callable[[TransferEvent], None]) -> None:
         self.site = site
-        self.events = events
+        self.report = report
         self.links: dict[str, Link] = {}
 
     def need(self, address: str) -> None:
@@ -313,7 +322,7 @@ class Links:
         link = self.links[address]
         link.number += 1
         link.lossy = False
-        pulls = tuple(self.events.open_pulls(address))
+        pulls = tuple(self.site.worker.core.front.open_pulls(address))
         hello = Hello(number=link.number, role=Role.DECODE, fingerprint=FINGERPRINT, open_requests=pulls)
         link.to_source.append(hello)
 
@@ -329,17 +338,17 @@ class Links:
         message = link.to_sink.popleft()
         if isinstance(message, Message):
             if link.open:
-                self.events.on_source_message(source, message)
+                self.report(SourceReceived(source, message))
         elif message == link.number:
             link.open = True
             welcome: Any = SimpleNamespace(transport="zmq", transport_metadata=b"")
-            self.events.on_source_open(address, source, welcome)
+            self.report(SourceOpened(address, source, welcome))
 
     def lose(self, address: str, why: str) -> None:
         """The source is gone, or seems so."""
         link = self.links.pop(address)
         source = self.site.world.site_at(address)
-        self.events.on_source_lost(address, source.name if link.open else None, Cause.WORKER_LOST, why)
+        self.report(SourceLost(address, source.name if link.open else None, Cause.WORKER_LOST, why))
 
 
 class Site:
@@ -362,7 +371,7 @@ class Site:
         self.core = DecodeCore(settings, self.engine, region)  # type: ignore[arg-type]
         with (
             patch.object(transfers, "Mover", lambda region, make, on_read, on_died: Reads(self, on_read)),
-            patch.object(transfers, "SourceLinks", lambda me, role, fingerprint, events, *_: Links(self, events)),
+            patch.object(transfers, "SourceLinks", lambda *options: Links(self, report=options[7])),
         ):
             self.worker = WorkerShell(
                 self.core,
@@ -587,6 +596,17 @@ class Gateway:
         """The worker is to give it up."""
         leg.aborted = True
         leg.site.from_gateway.append(Abort(request=leg.key.request, attempt=leg.key.attempt))
+
+    def give_up(self, ask: Ask, choice: int) -> None:
+        """The client needs no more of a choice, and goes on with others."""
+        ask.choices[choice].ended = True
+        for leg in ask.legs:
+            if choice not in leg.choices or leg.over or leg.aborted:
+                continue
+            if len(leg.choices) == 1:
+                self.abort(leg)
+            else:
+                leg.site.from_gateway.append(Abort(request=leg.key.request, attempt=leg.key.attempt, choice=choice))
 
     def end(self, ask: Ask) -> None:
         """The client has everything, or has gone."""

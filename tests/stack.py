@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], bool], otherwise: str, timeout_s: float =
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)
+        time.sleep(0.01 if deadline - time.monotonic() > timeout_s - 0.5 else 0.05)
 
 
 async def until(condition: Callable[[], bool], otherwise: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
@@ -190,6 +190,19 @@ class Process:
             self.log.append(line.rstrip())
 
 
+def run_forked(
+    module: str, options: Sequence[str], variables: Mapping[str, str] | None = None, *, kind: str = "gateway"
+) -> subprocess.CompletedProcess[str]:
+    """Run a module to its end, forked by the server of a kind; a worker that refuses to start needs no torch. What it
+    writes to each of its outputs must fit into a pipe."""
+    reader, writer = os.pipe()
+    process = ForkedProcess(fork_server(kind), module, options, writer, variables or {}, number=1)
+    os.close(writer)
+    with process.stderr, os.fdopen(reader) as output:
+        said, printed = process.stderr.read(), output.read()
+    return subprocess.CompletedProcess(process.args, process.wait(60), printed, said)
+
+
 def ranks_of(worker: int) -> list[int]:
     """The processes of the other ranks of a worker."""
     tasks = Path(f"/proc/{worker}/task").iterdir()
@@ -243,7 +256,7 @@ class Workers:
             if not any(left.values()):
                 return
             assert time.monotonic() < deadline, f"left behind after {timeout_s} s: {left}"
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     @contextmanager
     def gateway(self, *options: str) -> Iterator[Process]:

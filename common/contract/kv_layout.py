@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from common.contract.errors import FingerprintMismatchError
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Version of the wire protocol; two processes of different versions refuse each other.
 
 History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; pulled prefixes.
@@ -19,7 +19,7 @@ History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode w
 are not refused because of the queue. 8, log probabilities of prompts. 9, KV heads outermost in a block.
 10, the tokens of a step as columns. 11, predictions, and counts of drafted tokens.
 12, profiles of decode workers, and their time between tokens. 13, caches in parts, one for each rank of a worker.
-See docs/protocol.md.
+14, one choice of a request given up. See docs/protocol.md.
 """
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

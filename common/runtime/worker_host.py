@@ -173,5 +173,9 @@ def run_worker(
         guard_route(settings, settings.device)
         run(lambda stop: serve(settings, stop))
 
-    exit_on_operator_error(main)
+    try:
+        exit_on_operator_error(main)
+    except Exception:  # a bug, or a thread that hangs, for which the interpreter would wait
+        log.exception("the worker ends")
+        leave(1)
     leave()

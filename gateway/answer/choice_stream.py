@@ -191,6 +191,8 @@ async def _one_generation(
                     yield piece
                 if not num_open:
                     return
+                if choice.ended and delta.finish_reason is None and generation.give_up is not None:
+                    generation.give_up(delta.choice)
     finally:
         generation.shortcut = None  # it holds the request that the generation belongs to
     raise GenerationFailed(Cause.INTERNAL, f"a generation ended with {num_open} of its choices open")

@@ -103,19 +103,21 @@ class Candidates:
         tier: Tier = Tier.STANDARD,
     ) -> WorkerView | None:
         """A decode worker other than the one at `address` that probably has room for a leaving sequence; None without
-        one."""
+        one. Those that have failed to take it over are the last ones."""
         ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens, tier=tier)
         caution = Caution(fingerprint=fingerprint, too_small=frozenset(choice.too_small), admitted=True)
-        table = self._registry.table
-        decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
-        others = [
-            row
-            for row, worker in zip(decode.tolist(), table.views(decode), strict=True)
+        rows = self._rows(caution, ask)
+        others = {
+            row: worker.life
+            for row, worker in zip(rows.tolist(), self._registry.table.views(rows), strict=True)
             if worker.address != address and worker.has_room(ask.num_tokens)
-        ]
+        }
+        untried = [row for row, life in others.items() if life not in choice.bad_sinks]
+        if not untried:
+            choice.bad_sinks.clear()  # each of them is tried again, in turn
         if not others:
             return None
-        return self._router.taker(np.array(others), ask, {})
+        return self._router.taker(np.array(untried or list(others)), ask, {})
 
     def _rows(self, caution: Caution, ask: Ask) -> Rows:
         return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)

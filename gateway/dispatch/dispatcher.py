@@ -37,7 +37,7 @@ from gateway.dispatch.recovery_metrics import RecoveryMetrics
 from gateway.dispatch.router import Router, Routing
 from gateway.dispatch.token_rows import TokenRows
 from gateway.dispatch.ttft_limits import TtftLimits
-from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker, Tally
 from gateway.serving.flow import Flow
 from gateway.serving.flow_actions import (
     AssignmentOver,
@@ -102,20 +102,20 @@ class Dispatcher(Collector):
         """Request id as workers know it → request. A request may have several ids."""
         self._rows = TokenRows()
         self._left_of_turn = _MOST_A_TURN
-        self.num_duplicates = 0
-        self.num_gaps = 0
         self._num_stale_messages = 0
         self.handoffs: Counter[tuple[str, str]] = Counter()
         """Prompts that a decode worker took over, by (address of the prefill worker, its own address), of the workers
         that exist. Each is one handoff, however many choices it has."""
         self._num_handoffs = 0
         self.recovery = RecoveryMetrics()
+        self.tally = Tally(failures=self.recovery.failovers)
 
     # --- the Generator -------------------------------------------------------------------------------------------
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
         """Run one generation; see `gateway.serving.generation.Generator`."""
         request = self._begin(generation)
+        generation.give_up = lambda choice: self._carry_out_all(request, request.flow.give_up(choice))
         try:
             while True:
                 match await request.mailbox.get():
@@ -131,6 +131,7 @@ class Dispatcher(Collector):
                         retry_after_s = None if refusal is None else refusal.retry_after_s
                         raise GenerationFailed(cause, message, retry_after_s=retry_after_s)
         finally:
+            generation.give_up = None  # it holds the request that the generation belongs to
             self._end(request)
 
     def ready(self) -> Readiness:
@@ -157,7 +158,7 @@ class Dispatcher(Collector):
             admittance.opened_at = now
         elif now >= admittance.opened_at + generation.budget_s:
             raise GenerationFailed(Cause.DEADLINE, "the request's time ran out before this prompt's turn")
-        request = OpenRequest(Flow(generation, admitted=admittance.taken))
+        request = OpenRequest(Flow(generation, admitted=admittance.taken, tally=self.tally))
         if self._registry.block_size:  # else once there is a worker
             request.hash_prompt(self._registry.block_size)
         generation.waterfall.opened(now)
@@ -270,7 +271,6 @@ class Dispatcher(Collector):
 
     def _carry_out_all(self, request: OpenRequest, actions: Iterable[FlowAction]) -> None:
         """Carry out what a flow has decided, and all that follows."""
-        self._count(request.flow)
         for action in actions:
             self._carry_out(request, action)
         self.look_again()
@@ -392,14 +392,6 @@ class Dispatcher(Collector):
             elif message.cause is Cause.DRAINING:
                 self._registry.declined(address)
 
-    def _count(self, flow: Flow) -> None:
-        """Add to the totals what a flow has counted since the last time."""
-        self.num_duplicates += flow.num_duplicates
-        self.num_gaps += flow.num_gaps
-        for cause, number in flow.failures.items():
-            self.recovery.failovers[cause] += number
-        flow.counted()
-
     # --- results -------------------------------------------------------------------------------------------------
 
     def worker_views(self) -> Collection[WorkerView]:
@@ -421,8 +413,8 @@ class Dispatcher(Collector):
         yield gauge("baton_gateway_flows", "Requests between workers and clients.", len(self._open))
         for name, text, value in (
             ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
-            ("duplicates", "Token frames that repeated what was known.", self.num_duplicates),
-            ("gaps", "Token frames that came before an earlier one.", self.num_gaps),
+            ("duplicates", "Token frames that repeated what was known.", self.tally.num_duplicates),
+            ("gaps", "Token frames that came before an earlier one.", self.tally.num_gaps),
             ("handoffs", "Prompts that a decode worker took over from a prefill worker.", self._num_handoffs),
         ):
             yield counter(f"baton_gateway_{name}", text, value)

@@ -24,7 +24,7 @@ def _histogram(name: str, text: str) -> Histogram:
 class RecoveryMetrics:
     """Recovery counters of one gateway."""
 
-    failovers: Counter[str] = field(default_factory=Counter)
+    failovers: Counter[Cause] = field(default_factory=Counter)
     """Failed attempts that were followed by another, by cause."""
     moves: Counter[str] = field(default_factory=Counter)
     """Running sequences that were to leave a draining worker, by outcome: moved or stayed."""

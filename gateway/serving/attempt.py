@@ -10,7 +10,8 @@ Life cycle of an attempt:
        again (Resend). If the client wants log probabilities of the prompt, the worker that computes the prompt sends
        them first (PromptLogprobs). Until the client has all of them, the attempt cannot do without that worker, and
        no token is accepted.
-    4. Every choice has its finish reason: the decode worker may forget the request (Ack). Or an assignment fails or is
+    4. Every choice has its finish reason: the decode worker may forget the request (Ack). A choice of which the client
+       needs no more has ended, too, and the decode worker is told (Abort). Or an assignment fails or is
        lost: the flow (`gateway.serving.flow`) decides what follows. Each end frees every worker.
 
 Pure state: events in, actions out.
@@ -18,8 +19,10 @@ Pure state: events in, actions out.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from common.contract.errors import Cause
@@ -95,16 +98,32 @@ class Broken:
     message: str
     blame: Assignment | None
     """The assignment whose worker is to be avoided; None if none is."""
-    refused: bool = False
-    """Whether it is a refusal, and no failure."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether it is a refusal, and no failure."""
+        return self.assignment.refusal(self.cause)
 
 
 AttemptAction = SendToWorker | Deliver | DeliverPrompt | Broken
 
 
-def abort(assignment: Assignment) -> SendToWorker:
-    """An Abort, which lets a worker free what it holds for this assignment."""
-    return SendToWorker(assignment, Abort(request=assignment.key.request, attempt=assignment.key.attempt))
+def abort(assignment: Assignment, choice: int | None = None) -> SendToWorker:
+    """An Abort, which lets a worker free what it holds for this assignment, or for one choice of it."""
+    request, attempt = assignment.key
+    return SendToWorker(assignment, Abort(request=request, attempt=attempt, choice=choice))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What went wrong with the requests of a gateway, and was put right."""
+
+    num_duplicates: int = 0
+    """Token frames that repeated what was known."""
+    num_gaps: int = 0
+    """Token frames that came before an earlier one."""
+    failures: Counter[Cause] = field(default_factory=Counter)
+    """Failed attempts that were followed by another, by cause."""
 
 
 class Attempt:
@@ -123,6 +142,7 @@ class Attempt:
         moving: Assignment | None = None,
         admitted: bool,
         now: float,
+        tally: Tally,
     ) -> None:
         """An attempt on `decode` and `prefill`, or on `decode` alone. Alone, `decode` takes over the `offer` of a
         prefill worker, or pulls the running sequence of the assignment `moving` from another decode worker, or else
@@ -148,14 +168,15 @@ class Attempt:
         """Whether any tokens came from the decode worker. If so, it holds the KV of all earlier tokens."""
         self.suspicion = max((choice.suspicion for choice in choices), key=list(Suspicion).index)
         """The strongest suspicion among its choices."""
-        self.num_duplicates = 0
-        self.num_gaps = 0
+        self._tally = tally
         self.cut: set[int] = set()
         """Choices that the decode worker has stopped, because another worker pulls them."""
         self.moved: set[int] = set()
         """Choices that another attempt has taken over."""
         self._asked: dict[int, int] = {}
         """Choice → position from which a Resend is under way."""
+        self._told_end: set[int] = set()
+        """Choices that were given up, of which the decode worker was told since it has begun."""
 
     @property
     def unfinished(self) -> list[Choice]:
@@ -206,7 +227,7 @@ class Attempt:
             case PromptLogprobs():
                 return self._on_prompt(assignment, message)
             case Failed(cause=cause, message=text):
-                return [Broken(assignment, cause, text, self._to_blame(assignment, cause), assignment.refusal(cause))]
+                return [Broken(assignment, cause, text, self._to_blame(assignment, cause))]
             case Finished() if assignment is self.decode and self.report.complete:
                 return self._ask_for_missing(again=False)
             case Cancelled():
@@ -235,7 +256,8 @@ class Attempt:
         if known and not self.report.complete and assignment is self._computing:
             return [self._without_prompt(assignment)]
         if known and assignment is self.decode:
-            return self._ask_for_missing(again=True)
+            given_up = [choice for choice in self.choices.values() if choice.index in self._told_end]
+            return [*itertools.chain(*map(self.give_up, given_up)), *self._ask_for_missing(again=True)]
         assignment.lost = not known
         if known or self._can_miss(assignment):
             return []
@@ -262,12 +284,22 @@ class Attempt:
             return None
         return self.prefill
 
-    def acknowledge(self) -> SendToWorker:
-        """The message that ends a complete attempt. If the first tokens ended all choices, the decode worker still
-        waits for the handoff, and is aborted."""
+    def give_up(self, choice: Choice) -> list[AttemptAction]:
+        """The client needs no more of a choice, and others go on. A decode worker that has not begun does not know the
+        choice yet: it is told when it sends some of it."""
+        if not self.decode_has_spoken or choice.index in self.moved:
+            return []
+        self._told_end.add(choice.index)
+        return [abort(self.decode, choice.index)]
+
+    def acknowledge(self) -> list[SendToWorker]:
+        """The messages that end a complete attempt. If the first tokens ended all choices, the decode worker still
+        waits for the handoff, and is aborted. If a choice was given up, the workers may not know of its end."""
+        if any(choice.given_up for choice in self.choices.values()):
+            return [abort(assignment) for assignment in self.assignments]
         if self.decode_has_spoken:
-            return SendToWorker(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))
-        return abort(self.decode)
+            return [SendToWorker(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))]
+        return [abort(self.decode)]
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
@@ -280,14 +312,15 @@ class Attempt:
         if not self.report.complete:  # the decode worker's tokens are requested again once the report is complete
             return [self._without_prompt(assignment)] if assignment is self._computing else []
         if choice.ended:
-            self.num_duplicates += 1
-            return []
+            self._asked.pop(choice.index, None)
+            self._tally.num_duplicates += not choice.given_up
+            return self.give_up(choice) if choice.given_up and choice.index not in self._told_end else []
         skip = choice.next_position - message.position
         if skip < 0:
             return self._ask_again(choice)
         token_ids = message.token_ids[skip:]
         if not token_ids:
-            self.num_duplicates += 1
+            self._tally.num_duplicates += 1
             return []
         choice.token_ids += token_ids
         choice.ended = message.finish_reason is not None
@@ -302,7 +335,7 @@ class Attempt:
         if assignment is not self._computing or end > len(self.generation.token_ids):
             return [self._fault(assignment, "sent log probabilities of a prompt that it was not asked for")]
         if report.complete or end <= report.next_position:
-            self.num_duplicates += 1
+            self._tally.num_duplicates += 1
             return []
         skip = report.next_position - message.position
         if skip < 0:
@@ -325,7 +358,7 @@ class Attempt:
         return self.prefill or self.decode
 
     def _ask_again(self, choice: Choice) -> list[AttemptAction]:
-        self.num_gaps += 1
+        self._tally.num_gaps += 1
         if self._asked.get(choice.index) == choice.next_position:
             return []
         self._asked[choice.index] = choice.next_position

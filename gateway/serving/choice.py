@@ -20,6 +20,8 @@ class Choice:
     token_ids: list[int]
     """The prompt, and every token that the client has."""
     ended: bool = False
+    given_up: bool = False
+    """Whether it has ended because its client needs no more of it. Workers may still send some."""
     num_failures: int = 0
     """Failed attempts since its last token."""
     num_bugs: int = 0
@@ -33,6 +35,8 @@ class Choice:
     """Workers that have failed it since its last token."""
     too_small: set[WorkerLife] = field(default_factory=set)
     """Workers that have said that they can never hold it."""
+    bad_sinks: set[WorkerLife] = field(default_factory=set)
+    """Workers that could not take it over from the one that generates it, for another reason than want of room."""
 
     @property
     def next_position(self) -> int:

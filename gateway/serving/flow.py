@@ -9,9 +9,9 @@ Life cycle of a request in the gateway:
        has as a forced prefix. Choices with tokens of their own continue separately. If the decode worker failed before
        its first token, the prefill worker's offer still stands, and only a decode worker is wanted.
     4. A decode worker drains: a second attempt pulls the running sequence from it (`move`), and takes over at the cut.
-    5. The request ends. Done: every choice has its finish reason. Failed, with the cause: an attempt failed for good,
-       or too often, or no worker takes the request, or its time ran out. Cancelled: the client left. Each end frees
-       every worker.
+    5. The request ends. Done: every choice has its finish reason, or its client needs no more of it. Failed, with the
+       cause: an attempt failed for good, or too often, or no worker takes the request, or its time ran out. Cancelled:
+       the client left. Each end frees every worker.
 
 A full, draining or too small worker is not a failure: other workers are asked. No worker is too full for an admitted
 request, which waits for those that drain.
@@ -44,6 +44,7 @@ from gateway.serving.attempt import (
     Deliver,
     DeliverPrompt,
     SendToWorker,
+    Tally,
     abort,
 )
 from gateway.serving.attempts import Attempts
@@ -62,6 +63,8 @@ from gateway.serving.generation import Generation
 from gateway.serving.suspicion import Crash, Share
 from gateway.workers.worker_life import WorkerLife
 
+_MAY_PASS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.LEASE_LOST})
+"""Causes with which a move fails, and may succeed later at the same worker: it has no room, or was too late."""
 FIRST_DELAY_S = 0.05
 """Seconds before a new attempt after two failures in a row; each further failure doubles it."""
 
@@ -82,12 +85,7 @@ class Flow:
     generation: Generation
     state: FlowState = FlowState.RUNNING
     story: list[str] = field(default_factory=list)
-    num_duplicates: int = 0
-    """Token frames that repeated what was known. This and the next two begin anew with `counted`."""
-    num_gaps: int = 0
-    """Token frames that came before an earlier one."""
-    failures: dict[Cause, int] = field(default_factory=dict)
-    """Failed attempts that were followed by another, by cause."""
+    tally: Tally = field(default_factory=Tally)
     attempts: Attempts = field(default_factory=Attempts)
     """Attempts under way."""
     wants: list[Want] = field(default_factory=list)
@@ -161,6 +159,7 @@ class Flow:
             offer=want.offer,
             admitted=want.admitted,
             now=now,
+            tally=self.tally,
         )
         if prefill is not None:
             where = f"prefill at {prefill.address}, decode at {decode.address}"
@@ -181,8 +180,7 @@ class Flow:
         assert want.offer is not None, self.story
         if isinstance(message, Failed):
             blame = None if message.cause is Cause.LEASE_LOST else want.offer
-            refused = want.offer.refusal(message.cause)
-            return self._offer_failed(want, Broken(want.offer, message.cause, message.message, blame, refused))
+            return self._offer_failed(want, Broken(want.offer, message.cause, message.message, blame))
         return self._over(want.offer)
 
     def offer_unknown(self, want: Want) -> list[FlowAction]:
@@ -197,7 +195,15 @@ class Flow:
         """Let `decode` pull a choice's running sequence from its draining worker, and continue it."""
         key = self._next_key(attempt.key.request, alone=attempt.unfinished == [choice])
         moving = Attempt(
-            key, self.generation, [choice], self.report, decode, moving=attempt.decode, admitted=True, now=now
+            key,
+            self.generation,
+            [choice],
+            self.report,
+            decode,
+            moving=attempt.decode,
+            admitted=True,
+            now=now,
+            tally=self.tally,
         )
         where = f"choice {choice.index} moves from {attempt.decode.life.address} to {decode.address}"
         return self._begin(moving, where, budget_s, None)
@@ -211,11 +217,7 @@ class Flow:
             actions += self._over(
                 assignment
             )  # the first message ends its work: the prompt is computed, or never will be
-        duplicates, gaps = attempt.num_duplicates, attempt.num_gaps
-        decided = attempt.on_message(assignment, message)
-        self.num_duplicates += attempt.num_duplicates - duplicates
-        self.num_gaps += attempt.num_gaps - gaps
-        actions += self._do(attempt, decided)
+        actions += self._do(attempt, attempt.on_message(assignment, message))
         if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
             actions += self._cut(attempt, self.choices[message.choice])
         return actions
@@ -241,14 +243,29 @@ class Flow:
         """End with an error; inert after the end."""
         return [*self._end(FlowState.FAILED, f"{cause}: {message}"), Fail(cause, message)] if self.running else []
 
+    def give_up(self, index: int) -> list[FlowAction]:
+        """The client needs no more of a choice, though others may go on; inert after its end."""
+        choice = self.choices[index]
+        if not self.running or choice.ended:
+            return []
+        self.story.append(f"choice {index} is given up")
+        choice.ended = choice.given_up = True
+        actions: list[FlowAction] = []
+        for attempt in [each for each in self.attempts if index in each.choices]:
+            if attempt.unfinished:
+                actions += self._do(attempt, attempt.give_up(choice))
+            else:
+                actions += [*map(abort, attempt.assignments), *self._close(attempt)]
+        for want in [each for each in self.wants if all(other.ended for other in each.choices)]:
+            self.wants.remove(want)
+            actions += [Unwanted(want), *self._let_go(want)]
+        if all(each.ended for each in self.choices):
+            actions += [*self._end(FlowState.DONE, "done"), Done()]
+        return actions
+
     def cancel(self) -> list[FlowAction]:
         """The client has left; inert after the end."""
         return self._end(FlowState.CANCELLED, "cancelled") if self.running else []
-
-    def counted(self) -> None:
-        """What was counted so far is in the totals of the gateway."""
-        self.num_duplicates = self.num_gaps = 0
-        self.failures.clear()
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
@@ -286,12 +303,15 @@ class Flow:
             if attempt.moving is other.decode:
                 other.moved.add(choice.index)
         for each in [each for each in self.attempts if not each.unfinished]:
-            actions += [each.acknowledge(), *self._close(each)]
+            actions += [*each.acknowledge(), *self._close(each)]
         return actions
 
     def _broken(self, attempt: Attempt, broken: Broken, share: Share) -> list[FlowAction]:
         """An attempt has failed: want workers for the choices that it was to generate."""
         self.story.append(f"{broken.cause}: {broken.message}")
+        if attempt.moving is not None and not attempt.decode_has_spoken and broken.cause not in _MAY_PASS:
+            for choice in attempt.unfinished:
+                choice.bad_sinks.add(attempt.decode.life)
         wanting = [choice for choice in attempt.unfinished if self.attempts.needs(choice, attempt)]
         held = [
             each for each in attempt.unfinished if each in wanting or self.attempts.source_of(attempt, each) is None
@@ -307,7 +327,7 @@ class Flow:
             return actions
         if end is not None:
             return [*actions, *self.fail(end.cause, end.message)]
-        self.failures[broken.cause] = self.failures.get(broken.cause, 0) + 1
+        self.tally.failures[broken.cause] += 1
         if offer is not None:
             return [*actions, self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
         return [*actions, *self._want_all(attempt.key.request, wanting)]
@@ -345,7 +365,7 @@ class Flow:
 
     def _without_offer(self, want: Want, cause: Cause) -> list[FlowAction]:
         """Want new workers for the choices of a want whose offer has fallen."""
-        self.failures[cause] = self.failures.get(cause, 0) + 1
+        self.tally.failures[cause] += 1
         self.wants.remove(want)
         choices = [choice for choice in want.choices if not choice.ended]
         wants = self._want_all(want.key.request, choices)
@@ -433,7 +453,7 @@ class Flow:
         actions: list[FlowAction] = []
         for attempt in list(self.attempts):
             if state is FlowState.DONE:
-                actions.append(attempt.acknowledge())
+                actions += attempt.acknowledge()
             else:
                 actions += [abort(assignment) for assignment in attempt.assignments]
             actions += self._close(attempt)

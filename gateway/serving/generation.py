@@ -45,7 +45,7 @@ class Admittance:
 @dataclass(slots=True, kw_only=True)
 class Generation:
     """One prompt to be generated, tokenised and validated. Client data enters it only after validation. Only
-    `waterfall` and `shortcut` change; it is not frozen since that would double the time to make it."""
+    `waterfall`, `shortcut` and `give_up` change; it is not frozen since that would double the time to make it."""
 
     token_ids: tuple[int, ...]
     """The prompt, at least one token."""
@@ -71,6 +71,8 @@ class Generation:
     shortcut: Callable[[Delta], bool] | None = field(default=None, compare=False, repr=False)
     """Takes a delta while the generator's reader waits, which saves to wake it; False: the delta is to be yielded. It
     does not raise."""
+    give_up: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
+    """While the generator runs: no more is needed of a choice, of which deltas may still come."""
 
 
 @dataclass(slots=True)

@@ -24,8 +24,31 @@ _WIRES: dict[str, Any] = {
 }
 
 
+_LONG = (
+    "test_cells.py",
+    "test_restarts.py",
+    "test_speculation.py",
+    "test_serve.py",
+    "test_widths.py",
+    "test_startup.py",
+    "test_profiles.py",
+    "test_handoff.py",
+    "test_exposure.py",
+    "test_drain.py",
+    "test_hostile_input.py",
+    "test_gpu_stack_benchmark.py",
+    "test_prefix_pulls.py",
+    "test_parity.py",
+    "test_soak.py",
+)
+"""Files that take long, the longest first: none of them should be the last one of all."""
 _SHARED = {"llama", *_WIRES, "small decode"}
 """Pools that tests of several files use."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first."""
+    items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
 
 
 def _end(pools: list[Workers]) -> None:

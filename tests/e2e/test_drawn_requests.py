@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stack import BLOCK_BYTES, FEW, Answer, Process, Workers, answer, generation, logprobs_of, prompt
 
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Generation
 
 NUM_BLOCKS = 40
@@ -66,24 +68,32 @@ def drafting(pool: Callable[..., Workers], checkpoint: Callable[[str], Path], tm
     return dict(zip(WORKERS, workers.decode, strict=True))
 
 
-async def answers(workers: Workers, crowd: list[Generation]) -> list[Answer]:
+async def answers(dispatcher: Dispatcher, crowd: list[Generation]) -> list[Answer]:
     """All of them at once."""
-    async with workers.dispatcher() as dispatcher:
-        return list(await asyncio.gather(*(answer(dispatcher, work) for work in crowd)))
+    return list(await asyncio.gather(*(answer(dispatcher, work) for work in crowd)))
 
 
 def test_workers_that_draft_answer_as_a_plain_one(main_pool: Workers, drafting: dict[str, Process]) -> None:
-    @DRAWN
-    @given(crowds)
-    def compare(crowd: list[Generation]) -> None:
-        expected = asyncio.run(answers(main_pool, crowd))
-        for name, worker in drafting.items():
-            found = asyncio.run(answers(Workers(main_pool.folder, decode=[worker]), crowd))
-            for work, plain, drafted in zip(crowd, expected, found, strict=True):
-                assert (drafted.tokens, drafted.reasons) == (plain.tokens, plain.reasons), (name, work)
-                assert logprobs_of(drafted) == pytest.approx(logprobs_of(plain), abs=1e-4), (name, work)
+    pools = {name: Workers(main_pool.folder, decode=[worker]) for name, worker in drafting.items()}
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        known = runner.run(stack.enter_async_context(main_pool.dispatcher()))
+        tried = {name: runner.run(stack.enter_async_context(pool.dispatcher())) for name, pool in pools.items()}
 
-    compare()
+        @DRAWN
+        @given(crowds)
+        def compare(crowd: list[Generation]) -> None:
+            expected = runner.run(answers(known, crowd))
+            for name, dispatcher in tried.items():
+                found = runner.run(answers(dispatcher, crowd))
+                for work, plain, drafted in zip(crowd, expected, found, strict=True):
+                    assert (drafted.tokens, drafted.reasons) == (plain.tokens, plain.reasons), (name, work)
+                    assert logprobs_of(drafted) == pytest.approx(logprobs_of(plain), abs=1e-4), (name, work)
+
+        try:
+            compare()
+        finally:
+            runner.run(stack.aclose())
     swapped, right, wrong = drafting.values()
     assert swapped.metric("baton_preemptions_total", kind="swap") > 0
     assert right.metric("baton_preemptions_total", kind="recompute") > 0

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from sockets import descendants, listeners
-from stack import Process, gateway_of, until
+from stack import Process, gateway_of, run_forked, until
 from step_tokens import handles
 
 from common.contract.errors import Cause
@@ -28,6 +28,7 @@ from common.contract.ids import RequestKey, new_incarnation, new_request_id
 from common.contract.messages.gateway import Decode, Prefill, PrefixHint, Source
 from common.contract.messages.worker import Failed, Tokens
 from common.contract.sampling import SamplingParams
+from common.runtime.malloc import with_large_pages
 from common.runtime.ucx import allows_tcp
 
 STRANGER = new_incarnation()
@@ -35,7 +36,7 @@ STRANGER = new_incarnation()
 
 def environment(**variables: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "UCX_"))}
-    return kept | variables
+    return with_large_pages(kept | variables)
 
 
 @contextmanager
@@ -129,7 +130,8 @@ def test_the_rule_calls_open_whatever_ucx_opens() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_off_loopback_does_not_start_by_accident(role: str) -> None:
     """It says so at once, before it looks for a model, and names the ways out."""
-    command = [sys.executable, "-m", "common.runtime.cli", role, "--host", "0.0.0.0", "--model", "/nowhere"]
+    arguments = [role, "--host", "0.0.0.0", "--model", "/nowhere"]
+    command = [sys.executable, "-m", "common.runtime.cli", *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     for way in ("--expose-memory-over-tcp", "--transport zmq", "--curve-keys", "UCX_TLS=^tcp"):
@@ -140,7 +142,8 @@ def test_a_worker_off_loopback_does_not_start_by_accident(role: str) -> None:
         ((), {"UCX_TLS": "^tcp"}),
         ((), {"BATON_EXPOSE_MEMORY_OVER_TCP": "true"}),
     ):
-        done = subprocess.run([*command, *options], env=environment(**variables), capture_output=True, text=True)
+        done = run_forked("common.runtime.cli", [*arguments, *options], variables)
+        assert done.returncode == 2
         assert "/nowhere" in done.stderr, "it should have gone on, to look for its model"
 
 

@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 import signal
 import ssl
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 import trustme
-from stack import Workers
+from stack import Workers, run_forked
 
 FIRST, SECOND = "baton-first", "baton-second"
 QUESTION = {"prompt": "who drops the baton", "max_tokens": 4}
@@ -118,9 +116,8 @@ async def test_a_hangup_changes_nothing(alone: Workers) -> None:
 def test_what_the_operator_got_wrong_is_one_line(tmp_path: Path, options: tuple[str, ...], expected: str) -> None:
     (tmp_path / "empty.toml").touch()
     given = [str(tmp_path / each) if each.endswith((".toml", ".pem")) else each for each in options]
-    command = [sys.executable, "-m", "gateway", "--log-level", "error", "--port", "0"]
-    workers = ["--decode-workers", "127.0.0.1:1"]
-    done = subprocess.run([*command, *workers, *given], capture_output=True, text=True, timeout=120)
+    always = ["--log-level", "error", "--port", "0", "--decode-workers", "127.0.0.1:1"]
+    done = run_forked("gateway", [*always, *given])
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")

@@ -43,7 +43,7 @@ def test_a_system_that_does_not_answer_is_killed_and_what_it_printed_is_told(
     command = [sys.executable, "-c", "import time; print('I am thinking', flush=True); time.sleep(600)"]
     url = f"http://127.0.0.1:{free_port()}/health"
     with pytest.raises(PeerError, match="I am thinking"):
-        with stack.started(command, dict(os.environ), url, tmp_path / "log", patience_s=5.0):
+        with stack.started(command, dict(os.environ), url, tmp_path / "log", patience_s=2.0):
             pass
     assert "I am thinking" in capsys.readouterr().out
 
@@ -52,4 +52,4 @@ def test_a_load_that_is_never_answered_ends(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(subprocess.TimeoutExpired):
-            stack.load(url, seed=0, warmup=0, output=tmp_path / "run.json", timeout_s=6.0)
+            stack.load(url, seed=0, warmup=0, output=tmp_path / "run.json", timeout_s=3.0)

@@ -12,7 +12,7 @@ import pytest
 from stack import BLOCK_BYTES, Workers, answer, avoided, generation, prompt, until
 
 from common.contract.errors import Cause
-from gateway.serving.generation import Delta, GenerationFailed
+from gateway.serving.generation import Delta, Generation, GenerationFailed
 
 Pool = Callable[..., Workers]
 SMALL_DECODE = {
@@ -88,6 +88,30 @@ async def test_a_request_that_its_first_token_ends_leaves_nothing_on_either_work
         )
     assert [len(result.tokens[0]) for result in results] == [1] * 20
     assert {result.reasons[0] for result in results} == {"length"}
+
+
+async def test_a_choice_that_is_given_up_ends_at_its_worker_and_the_other_goes_on(main_pool: Workers) -> None:
+    def work() -> Generation:
+        return generation(prompt(71, 100), n=2, temperature=1.0, seed=3, max_tokens=800, ignore_eos=True)
+
+    def num_generated() -> float:
+        return sum(worker.metric("baton_tokens_generated_total") for worker in main_pool.decode)
+
+    given_up = work()
+    got: list[list[int]] = [[], []]
+    async with main_pool.dispatcher() as dispatcher:
+        begin = num_generated()
+        expected = await answer(dispatcher, work())
+        middle = num_generated()
+        async for delta in dispatcher.generate(given_up):
+            assert isinstance(delta, Delta)
+            got[delta.choice] += delta.token_ids
+            if given_up.give_up is not None and len(got[0]) >= 20:
+                given_up.give_up(0)
+        assert given_up.give_up is None
+    assert 20 <= len(got[0]) < 800
+    assert got == [expected.tokens[0][: len(got[0])], expected.tokens[1]]
+    assert num_generated() - middle < middle - begin, "as many as without"
 
 
 async def test_a_stop_token_ends_a_choice_and_ignore_eos_does_not(main_pool: Workers) -> None:

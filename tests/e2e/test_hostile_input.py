@@ -188,9 +188,14 @@ def test_there_are_many_and_all_differ() -> None:
     assert len({(hostile.data, hostile.keyed) for hostile in inputs}) == len(inputs)
 
 
+_TRIED: set[str] = set()
+"""Tables of which the gateway has had all inputs."""
+
+
 @pytest.mark.parametrize("table", TABLES)
 async def test_inputs(gateway: Gateway, table: str) -> None:
     await attack_with_all(gateway, TABLES[table])
+    _TRIED.add(table)
     await check_nothing_is_left(gateway)
 
 
@@ -327,9 +332,10 @@ async def test_a_client(gateway: Gateway, name: str) -> None:
 
 async def test_memory_stays_where_it_is(gateway: Gateway) -> None:
     used = []
-    for _ in range(3):
-        for table in TABLES.values():
-            await attack_with_all(gateway, table)
+    for number in range(3):
+        for name, table in TABLES.items():
+            if number or name not in _TRIED:  # the first round was the tests of all inputs
+                await attack_with_all(gateway, table)
         await check_nothing_is_left(gateway)
         used.append(gateway.resident_bytes)
     assert used[2] - used[1] < GROWTH_BYTES, [f"{each >> 20} MiB" for each in used]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from stack import Workers
+from stack import Workers, run_forked
 
 from common.runtime.checkpoint import DEMO_FOLDER
 
@@ -37,9 +34,9 @@ def test_pulled_blocks_are_the_sources_and_one_corrupted_block_changes_the_answe
     facts = " ".join(f"The code of {each} is {code}." for each, code in codes.items())
     asked = chosen[4]
     prompt = f"{facts} What is the code of {asked}?"
-    command = [sys.executable, str(Path(__file__).parent.parent / "kv_sink.py")]
-    command += [workers.prefill[0].facts["control"], name, str(DEMO_FOLDER), prompt]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | env)
+    arguments = [workers.prefill[0].facts["control"], name, str(DEMO_FOLDER), prompt]
+    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = run_forked("kv_sink", arguments, env | path, kind="worker")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["valid"]

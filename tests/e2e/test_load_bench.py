@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stack import Process, Workers
+from stack import Process, Workers, run_forked
 
 COMMON = ("--requests", "12", "--warmup", "2", "--output-tokens", "7", "--ttft-target-s", "60", "--timeline")
 
@@ -19,8 +17,7 @@ def bench(gateway: Process, path: Path, *options: str) -> dict[str, Any]:
     """Run it and read its results, which a report must confirm."""
     arguments: Sequence[str] = ("--url", gateway.facts["url"], *COMMON, *options, "--output", str(path))
     for each in (arguments, ("report", str(path))):
-        command = [sys.executable, "-m", "benchmarks.load", *each]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = run_forked("benchmarks.load", each)
         assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(path.read_text())
     return result

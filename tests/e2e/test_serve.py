@@ -56,14 +56,22 @@ def listening(stack: Stack) -> set[int]:
     return {port for port, pid in found if pid is None or is_of(stack, pid)}
 
 
+def ports_in(log: str) -> set[int]:
+    """Ports that a stack has said that it has."""
+    return {int(match.group(1)) for match in re.finditer(r"127\.0\.0\.1:(\d+)", log)}
+
+
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     """One stack for the tests that only talk to it."""
     with Stack("--explain-routing") as running:
         assert running.ready.startswith("ready"), running.wait()
         yield running
+        children = running.children()
         code, log = running.end(signal.SIGTERM)
     assert code == 0, log
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    wait_until(lambda: not ports_in(log) & listening(running), "somebody listens")
     assert "Traceback" not in log, log
     assert log.count(EXPLAINS) == 1, "an operator should know what clients are told"
 
@@ -303,18 +311,17 @@ async def test_the_demo_model_answers_from_its_prompt(http: aiohttp.ClientSessio
     assert sum(right) >= 97, f"{sum(right)} of 100 right"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_cleanly_and_leaves_nothing(number: int) -> None:
+def test_it_ends_cleanly_and_leaves_nothing() -> None:
     with Stack("--prefill", "2", "--decode", "1") as stack:
         children = stack.children()
         assert len(children) == 4
         assert len(listening(stack)) >= 7
-        code, log = stack.end(number)
+        code, log = stack.end(signal.SIGINT)
         assert code == 0, log
         assert "Traceback" not in log, log
         assert EXPLAINS not in log, "nobody has asked for it"
         assert not any(Path(f"/proc/{pid}").exists() for pid in children)
-        ports = {int(match.group(1)) for match in re.finditer(r"127\.0\.0\.1:(\d+)", log)}
+        ports = ports_in(log)
         assert len(ports) >= 7
         # What other tests begin or end just now is seen for a moment.
         wait_until(lambda: not ports & listening(stack), "somebody listens")
@@ -322,7 +329,7 @@ def test_it_ends_cleanly_and_leaves_nothing(number: int) -> None:
 
 
 def test_with_restart_never_a_worker_that_dies_ends_the_stack_with_its_name() -> None:
-    with Stack("--restart", "never") as stack:
+    with Stack("--restart", "never", "--prefill", "0") as stack:
         for pid in stack.children():
             if b"decode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
@@ -356,7 +363,7 @@ def test_a_stack_killed_while_it_starts_leaves_no_orphans() -> None:
 
 
 def test_a_killed_stack_leaves_no_orphans() -> None:
-    with Stack() as stack:
+    with Stack("--prefill", "0") as stack:
         children = stack.children()
         stack.popen.kill()
         stack.popen.wait()

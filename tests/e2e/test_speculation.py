@@ -56,7 +56,7 @@ async def test_drafts_change_nothing_that_clients_see(main_pool: Workers, pool: 
     async with main_pool.dispatcher() as dispatcher:
         greedy = (await answer(dispatcher, works(0)[2])).tokens[0]
         asked = works(stop_token=greedy[9])
-        expected = [await answer(dispatcher, work) for work in asked]
+        expected = await asyncio.gather(*(answer(dispatcher, work) for work in asked))
     async with drafting.dispatcher() as dispatcher:
         for _ in range(2):
             order = draw.sample(range(len(asked)), len(asked))
@@ -64,7 +64,7 @@ async def test_drafts_change_nothing_that_clients_see(main_pool: Workers, pool: 
             for index, each in zip(order, got, strict=True):
                 assert (each.tokens, each.reasons) == (expected[index].tokens, expected[index].reasons), index
                 assert logprobs_of(each) == pytest.approx(logprobs_of(expected[index]), abs=1e-4), index
-        assert dispatcher.num_gaps == 0, "a token overtook those before it"
+        assert dispatcher.tally.num_gaps == 0, "a token overtook those before it"
     drafted = sum(worker.metric("vllm:spec_decode_num_draft_tokens_total") for worker in drafting.decode)
     right = sum(worker.metric("vllm:spec_decode_num_accepted_tokens_total") for worker in drafting.decode)
     assert 200 < right < drafted - 200, "tokens were drafted that were right, and some that were wrong"
@@ -102,7 +102,7 @@ async def test_what_a_draft_model_says_changes_nothing(
     async with main_pool.dispatcher() as dispatcher:
         greedy = (await answer(dispatcher, works(0)[2])).tokens[0]
         asked = works(stop_token=greedy[9])
-        expected = [await answer(dispatcher, work) for work in asked]
+        expected = await asyncio.gather(*(answer(dispatcher, work) for work in asked))
     async with drafting.dispatcher() as dispatcher:
         for _ in range(2):
             order = draw.sample(range(len(asked)), len(asked))
@@ -110,7 +110,7 @@ async def test_what_a_draft_model_says_changes_nothing(
             for index, each in zip(order, got, strict=True):
                 assert (each.tokens, each.reasons) == (expected[index].tokens, expected[index].reasons), index
                 assert logprobs_of(each) == pytest.approx(logprobs_of(expected[index]), abs=1e-4), index
-        assert dispatcher.num_gaps == 0, "a token overtook those before it"
+        assert dispatcher.tally.num_gaps == 0, "a token overtook those before it"
     [worker] = drafting.decode
     drafted = worker.metric("baton_draft_tokens_total", proposer="draft")
     right = sum(
@@ -136,7 +136,7 @@ async def test_predictions_change_nothing_but_the_number_of_steps(main_pool: Wor
     ]
     plain = [generation(prompt(index, 30), max_tokens=64, ignore_eos=True, **kind) for index, kind in enumerate(kinds)]
     async with main_pool.dispatcher() as dispatcher:
-        expected = [await answer(dispatcher, work) for work in plain]
+        expected = await asyncio.gather(*(answer(dispatcher, work) for work in plain))
     drafting = pool(
         "drafts by predictions",
         options=("--checksums",),

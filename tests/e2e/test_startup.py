@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from stack import Workers, answer, generation
+from stack import Workers, answer, generation, run_forked
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages.session import Welcome
@@ -25,11 +25,15 @@ from gateway.workers.worker_view import WorkerView
 Checkpoint = Callable[[str], Path]
 
 
-def run_to_the_end(module: str, options: Sequence[str]) -> str:
-    """Run a process that must refuse to start; the one line that it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--log-level", "error", *options], capture_output=True, text=True, timeout=120
-    )
+def run_to_the_end(module: str, options: Sequence[str], kind: str = "gateway") -> str:
+    """Run a process that must refuse to start, `fresh` or forked by the server of this kind; the one line that it
+    printed."""
+    options = ["--log-level", "error", *options]
+    if kind == "fresh":
+        command = [sys.executable, "-m", module, *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    else:
+        done = run_forked(module, options, kind=kind)
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -66,33 +70,23 @@ def taken_port(listener: socket.socket) -> int:
     ],
 )
 def test_a_bad_option_or_model_is_one_line(module: str, options: list[str], expected: str) -> None:
-    assert expected in run_to_the_end(module, options)
+    is_first = options in (["--model", "/nowhere/at/all"], [])
+    assert expected in run_to_the_end(module, options, "fresh" if is_first else "gateway")
 
 
-def test_idle_threads_of_openmp_sleep_in_a_worker(checkpoint: Checkpoint) -> None:
-    """OpenMP says what it has read from the environment when torch is loaded."""
+def test_threads_of_a_worker_sleep_when_idle_and_are_bound_to_no_core(checkpoint: Checkpoint) -> None:
+    """OpenMP says what it has read from the environment when torch is loaded. Variables that bind threads bind none."""
     command = [sys.executable, "-m", "decode_worker", "--model", str(checkpoint("llama"))]
-    told = os.environ | {"OMP_DISPLAY_ENV": "true"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=told) as worker:
+    told = {"OMP_DISPLAY_ENV": "true", "OMP_PROC_BIND": "true", "GOMP_CPU_AFFINITY": "0", "OMP_PLACES": "cores"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | told) as worker:
         try:
             assert worker.stderr is not None
-            before = itertools.takewhile(lambda line: "loaded" not in line, worker.stderr)
-            policies = [line.strip() for line in before if "OMP_WAIT_POLICY" in line]
-        finally:
-            worker.kill()
-    assert any("PASSIVE" in each for each in policies), policies
-
-
-def test_variables_that_bind_threads_bind_none_of_a_worker(checkpoint: Checkpoint) -> None:
-    command = [sys.executable, "-m", "decode_worker", "--model", str(checkpoint("llama"))]
-    told = os.environ | {"OMP_PROC_BIND": "true", "GOMP_CPU_AFFINITY": "0", "OMP_PLACES": "cores"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=told) as worker:
-        try:
-            assert worker.stderr is not None
-            assert any("loaded" in line for line in worker.stderr)
+            before = list(itertools.takewhile(lambda line: "loaded" not in line, worker.stderr))
             found = [allowed_of(int(task.name)) for task in Path(f"/proc/{worker.pid}/task").iterdir()]
         finally:
             worker.kill()
+    policies = [line.strip() for line in before if "OMP_WAIT_POLICY" in line]
+    assert any("PASSIVE" in each for each in policies), policies
     assert len(found) > 2
     assert all(each in (None, os.sched_getaffinity(0)) for each in found)
 
@@ -158,9 +152,9 @@ def test_a_draft_model_with_other_tokens_is_one_line(checkpoint: Checkpoint, tmp
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (draft_model / "tokenizer.json").write_text(json.dumps(tokenizer))
     options = ["--model", str(checkpoint("llama")), "--speculation", "draft", "--draft-model", str(draft_model)]
-    line = run_to_the_end("decode_worker", options)
+    line = run_to_the_end("decode_worker", options, "worker")
     assert f"has another tokenizer than the model: {first!r} differs" in line
-    assert "/nowhere" in run_to_the_end("decode_worker", [*options, "--draft-model", "/nowhere"])
+    assert "/nowhere" in run_to_the_end("decode_worker", [*options, "--draft-model", "/nowhere"], "worker")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +173,7 @@ def test_a_gateways_occupied_port_is_one_line(taken_port: int) -> None:
 def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    line = run_to_the_end("prefill_worker", ["--model", str(tmp_path)])
+    line = run_to_the_end("prefill_worker", ["--model", str(tmp_path)], "worker")
     assert "GPT2LMHeadModel" in line
     assert "LlamaForCausalLM" in line
 

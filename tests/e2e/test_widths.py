@@ -95,9 +95,14 @@ async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
     works = [generation(prompt(index, 300), max_tokens=300, ignore_eos=True) for index in range(6)]
     async with main_pool.dispatcher() as dispatcher:
         expected = await asyncio.gather(*(answer(dispatcher, work) for work in works))
-    wide = ("--tensor-parallel", "2", "--checksums")
+    wide = ("--tensor-parallel", "2")
     workers = Workers.start(
-        checkpoint("llama"), prefill=2, decode=2, options=wide, prefill_options=("--chunk-size", "64")
+        checkpoint("llama"),
+        prefill=2,
+        decode=2,
+        options=("--checksums",),
+        prefill_options=("--chunk-size", "64", *(wide if role == "prefill" else ())),
+        decode_options=[wide if role == "decode" else (), ()],
     )
     lost = (workers.prefill if role == "prefill" else workers.decode)[0]
     [rank] = ranks_of(lost.popen.pid)

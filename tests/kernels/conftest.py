@@ -4,8 +4,10 @@ These tests are also for machines with a GPU that have pytest, and none of its p
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,24 +15,36 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def _patch_once() -> None:
-    """Let the interpreter put its own functions into Triton's language once for each launch. It looks at every name of
-    the language again for every function that a kernel calls, which takes a fifth of these tests' time."""
+def _hasten() -> None:
+    """Let the interpreter leave out what changes nothing and takes much of these tests' time: checks of overflow, whose
+    result it drops; putting its own functions into Triton's language again for each launch; and a slow way to shift
+    bits between bfloat16 and float32."""
     from triton import language
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    patch, patched = interpreter._patch_lang, set[int]()
+    convert = interpreter._convert_float
 
-    def once(fn: Any) -> Any:
-        used = [each for each in fn.__globals__.values() if each is language or each is language.core]
-        is_patched = bool(used) and all(each.static_print is print for each in used)
-        return interpreter._LangPatchScope() if is_patched else patch(fn)
+    def patch_once(fn: Any) -> Any:
+        if id(fn.__globals__) not in patched:
+            patch(fn)  # for good
+            patched.add(id(fn.__globals__))
+        return interpreter._LangPatchScope()
 
-    interpreter._patch_lang = once
+    def shift(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) == (language.bfloat16, language.float32):
+            return data.astype(np.uint32) << np.uint32(16)
+        if (source, target) == (language.float32, language.bfloat16) and rounding is None:
+            return (data.view(np.uint32) >> np.uint32(16)).astype(np.uint16)  # towards zero, as the interpreter does
+        return convert(data, source, target, rounding)
+
+    interpreter._patch_lang, interpreter._convert_float = patch_once, shift
 
 
 if not torch.cuda.is_available():
-    _patch_once()
+    _hasten()
 
 
 def pytest_configure(config: pytest.Config) -> None:

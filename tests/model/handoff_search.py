@@ -125,11 +125,13 @@ class _Search:
 
     def run(self) -> None:
         began = time.process_time()
+        num_frozen = gc.get_freeze_count()
         gc.freeze()  # what was there before is not looked at again and again
         try:
             self.visit_all()
         finally:
-            gc.unfreeze()
+            if not num_frozen:
+                gc.unfreeze()
         self.found.workers = len(self.workers)
         self.found.states = len(self.before)
         self.found.complete = not self.frontier

@@ -182,13 +182,13 @@ load = pickle.loads
 _PLAIN = frozenset({int, str, bool, float, type(None), bytes})
 _NO_DIFFERENCE: dict[type, str] = {
     Agenda: "now _due _actions _deciding",
-    Attempt: "generation num_duplicates num_gaps",
+    Attempt: "generation _tally",
     DecodeCore: "settings engine totals",
     DecodePlan: "number decoding",
     DecodeRequest: "chain order story deadline",
     DecodeScheduler: "_pool _policy",
     Entrance: "_pool _policy _costs _num_orders num_prefix_queried num_prefix_hit",
-    Flow: "generation story num_duplicates num_gaps failures",
+    Flow: "generation story tally",
     Front: "_ended _settings _pool requests finished",
     DecodeChoice: "chain order rank timings",
     Lease: "story",

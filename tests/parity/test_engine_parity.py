@@ -5,6 +5,7 @@ Every case runs several prompts of unequal lengths together: chunks of prompts a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,12 @@ def prompts(lengths: tuple[int, ...] = PROMPT_LENS) -> list[list[int]]:
     return [torch.randint(5, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-def transformers_greedy(folder: Path, requests: list[list[int]], **options: Any) -> list[list[int]]:
-    """What `generate` makes of each request by itself."""
+@functools.cache
+def transformers_greedy(folder: Path, lengths: tuple[int, ...] = PROMPT_LENS, **options: Any) -> list[list[int]]:
+    """What `generate` makes of each of the `prompts` by itself."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generated = []
-    for prompt in requests:
+    for prompt in prompts(lengths):
         ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.int64)
         out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NUM_OUTPUT, **options)
         generated.append(out[0, len(prompt) :].tolist())
@@ -162,7 +164,7 @@ def test_greedy_tokens_are_those_of_transformers(
     folder = checkpoint(variant)
     sampling = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0)
     ours = generate(runner_of(folder, cpu_kernels=cpu_kernels), prompts(), sampling)
-    assert ours == transformers_greedy(folder, prompts())
+    assert ours == transformers_greedy(folder)
     assert all(len(set(tokens)) >= min(10, len(tokens) // 2) for tokens in ours), "too repetitive to prove anything"
 
 
@@ -170,7 +172,7 @@ def test_penalised_greedy_tokens_are_those_of_transformers(checkpoint: Callable[
     folder = checkpoint("llama")
     sampling = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, repetition_penalty=1.7, min_tokens=NUM_OUTPUT)
     ours = generate(runner_of(folder), prompts((5, 63)), sampling)
-    expected = transformers_greedy(folder, prompts((5, 63)), repetition_penalty=1.7, min_new_tokens=NUM_OUTPUT)
+    expected = transformers_greedy(folder, (5, 63), repetition_penalty=1.7, min_new_tokens=NUM_OUTPUT)
     assert ours == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -111,14 +112,21 @@ def test_logits_differ_by_rounding_alone_where_a_head_is_tied_and_nothing_divide
     assert (together.float() - alone.float()).norm() < tolerance * alone.float().norm()
 
 
-def differing_draws(alone_V: torch.Tensor, other_V: torch.Tensor, top_k: int, position: int) -> list[float]:
-    """Of 5,000 tokens drawn from either logits: those that differ, each by how far its random number is from a border
-    of the cumulative distribution."""
-    params = [SamplingParams(max_tokens=1, temperature=1.0, top_k=top_k, seed=seed) for seed in range(5000)]
-    samples = Samples.of(
-        [Sample(params=each, choice=0, position=position, token_ids=(), prompt_len=1) for each in params]
-    )
-    drawn_P, other_P = (draw(each.repeat(5000, 1), each.max().repeat(5000), samples) for each in (alone_V, other_V))
+def samples_at(position: int, params: Sequence[SamplingParams]) -> Samples:
+    """A sample of each of these at one position."""
+    return Samples.of([Sample(params=each, choice=0, position=position, token_ids=(), prompt_len=1) for each in params])
+
+
+def drawn(logits_V: torch.Tensor, samples: Samples, num: int) -> torch.Tensor:
+    """A token for each of the samples."""
+    return draw(logits_V.repeat(num, 1), logits_V.max().repeat(num), samples)
+
+
+def differing_draws(
+    alone_V: torch.Tensor, drawn_P: torch.Tensor, other_P: torch.Tensor, top_k: int, samples: Samples
+) -> list[float]:
+    """Tokens drawn from these logits and from others: of those that differ, how far the random number of each is from a
+    border of the cumulative distribution."""
     kept_V = alone_V.double()
     if top_k:
         kept_V = kept_V.masked_fill(alone_V < alone_V.topk(top_k).values[-1], -torch.inf)
@@ -138,6 +146,7 @@ def test_drawn_tokens_differ_only_where_logits_within_a_tolerance_decide(
     folder = make_checkpoint("llama", tmp_path, num_key_value_heads=2)
     one, four = Ranks(folder, 1, dtype), Ranks(folder, 4, dtype)
     generator = torch.Generator().manual_seed(0)
+    params = [SamplingParams(max_tokens=1, temperature=1.0, top_k=top_k, seed=seed) for seed in range(5000)]
     distances, of_purpose, tokens = [], [], list(PROMPT)
     for start in (0, *range(len(PROMPT), len(PROMPT) + 12)):
         alone_V, together_V = (ranks.logits(tokens[start:], start).float() for ranks in (one, four))
@@ -147,8 +156,10 @@ def test_drawn_tokens_differ_only_where_logits_within_a_tolerance_decide(
         if top_k and edge[0] - edge[1] < 2 * tolerance:
             continue  # which tokens can be drawn is decided by as little
         off_V = alone_V + tolerance * (2 * torch.rand(alone_V.shape, generator=generator) - 1)
-        distances += differing_draws(alone_V, together_V, top_k, len(tokens))
-        of_purpose += differing_draws(alone_V, off_V, top_k, len(tokens))
+        samples = samples_at(len(tokens), params)
+        of_alone, of_together, of_off = (drawn(each, samples, len(params)) for each in (alone_V, together_V, off_V))
+        distances += differing_draws(alone_V, of_alone, of_together, top_k, samples)
+        of_purpose += differing_draws(alone_V, of_alone, of_off, top_k, samples)
     assert max(distances, default=0.0) < 2 * tolerance
     assert 0 < max(of_purpose) < 2 * tolerance
 

@@ -288,7 +288,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
     Drain: st.builds(Drain),
     Resume: st.builds(Resume),
     Decode: decodes(),
-    Abort: st.builds(Abort, **about),
+    Abort: st.builds(Abort, **about, choice=st.none() | choices),
     Resend: st.builds(Resend, **about, choice=choices, position=counts),
     Ack: st.builds(Ack, **about),
     Timings: st.builds(

@@ -170,6 +170,8 @@ class Traffic:
         self.in_flight: list[InFlight] = []
         """The first one runs; of two, the second was scheduled meanwhile."""
         self.num_finished = 0
+        self.num_given_up = 0
+        """Choices that were given up alone."""
         self.num_steps = 0
         self.num_in_vain = 0
         """Empty steps, one after the other, though there was work."""
@@ -185,6 +187,7 @@ class Traffic:
         steps += [self.tell_mask] * 2 if self.awaited else []
         steps += [self.begin_read] if any(map(self.unread, self.pulling)) else []
         steps += [self.give_up] if self.waiting or self.pulling or self.computing or self.decoding else []
+        steps += [self.give_up_choice] if self.needless() else []
         steps += [self.lend] + ([self.take_back] * 3 if self.lent else [])
         return steps
 
@@ -510,6 +513,17 @@ class Traffic:
             if request in group:
                 group.remove(request)
 
+    def needless(self) -> list[DecodeChoice]:
+        """Choices that their clients may give up alone."""
+        going_on = [[choice for choice in request.choices if choice.goes_on] for request in self.decoding]
+        return [choice for choices in going_on if len(choices) > 1 for choice in choices]
+
+    def give_up_choice(self) -> None:
+        choice = self.pick(self.needless())
+        choice.given_up = True
+        self.scheduler.sequences.remove(choice, wanted=True)
+        self.num_given_up += 1
+
     def give_up_pull(self, request: DecodeRequest) -> None:
         self.scheduler.forget(request)
         self.pool.release(self.pulling.pop(request)[0])
@@ -535,7 +549,7 @@ class Traffic:
     def check(self) -> None:
         self.scheduler.check_invariants()
         self.pool.check_invariants()
-        alive = [g for request in self.decoding for g in request.choices if g.finish_reason is None]
+        alive = [g for request in self.decoding for g in request.choices if g.goes_on]
         by_stage = Counter(choice.stage for choice in alive)
         assert self.scheduler.batch.num_running == by_stage[ChoiceStage.RUNNING] <= self.policy.max_num_seqs
         assert self.scheduler.num_waiting == len(self.waiting) + by_stage[ChoiceStage.READY]
@@ -600,7 +614,9 @@ def test_every_token_is_where_the_block_table_says(data: st.DataObject, num_even
 @pytest.mark.long
 def test_many_long_runs() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
-    num_finished = num_swapped = num_recomputed = num_revoked = num_hit = num_steps = num_ahead = num_right = 0
+    num_finished = num_given_up = num_swapped = num_recomputed = num_revoked = num_hit = num_steps = num_ahead = (
+        num_right
+    ) = 0
     for seed in range(500):
         traffic = Traffic(Random(seed).choice)
         try:
@@ -609,6 +625,7 @@ def test_many_long_runs() -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         num_finished += traffic.num_finished
+        num_given_up += traffic.num_given_up
         num_swapped += traffic.scheduler.swap.num_swapped
         num_recomputed += traffic.scheduler.preemption.num_recomputed
         num_revoked += traffic.scheduler.preemption.num_revoked
@@ -622,5 +639,6 @@ def test_many_long_runs() -> None:
     assert num_ahead > 1000, "the runs show nothing of planning ahead"
     assert min(num_finished, num_hit) > 1000, "the runs show nothing"
     assert min(num_swapped, num_recomputed) > 100, "the runs show nothing of preemption"
+    assert num_given_up > 100, "the runs show nothing of choices that are given up"
     assert num_right > 500, "the runs show nothing of drafts"
     assert num_revoked > 20, "the runs show nothing of reservations that are taken back"

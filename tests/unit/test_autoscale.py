@@ -190,7 +190,7 @@ def test_the_decode_pool_is_what_its_loads_add_up_to(tmp_path: Path) -> None:
         name = f'baton_gateway_refused_total{{{gateway}, role="decode", tier="standard"}}'
         samples[name] = [refused * n for n in range(8)]
         samples[f"vllm:time_to_first_token_seconds_count{{{gateway}}}"] = [served * n for n in range(8)]
-        return evaluate(samples, f'baton:decode_workers:wanted{{profile="{profile}"}}', tmp_path, rules())
+        return evaluate([samples], f'baton:decode_workers:wanted{{profile="{profile}"}}', tmp_path, rules())[0]
 
     assert wanted(0.4, 0.4) == pytest.approx(1.0)
     assert wanted(0.9, 1.5) == pytest.approx(3.0)

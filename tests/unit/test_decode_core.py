@@ -13,11 +13,12 @@ from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
-from common.contract.messages.gateway import Decode
+from common.contract.messages.gateway import Abort, Decode
 from common.contract.messages.handoff import AttachPrefix, AttachSequence
-from common.contract.messages.worker import Failed, TokenScores
+from common.contract.messages.worker import Failed, Finished, TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Chosen, InvalidLogitsError, SampledToken
+from common.engine.grammar import GaveUp
 from common.scheduling.costs import Costs
 from common.worker.events import Action, AskMask, Compute, Event, MaskMade, Received, StepEnded, StepWanted
 from decode_worker.step import Step
@@ -43,36 +44,49 @@ class Driven:
         """A message arrives."""
         return self.handle(Received(peer, message))
 
-    def ask(self, name: str, prompt: Sequence[int], grammar: str | None = None, max_tokens: int = 1) -> None:
+    def ask(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        grammar: str | None = None,
+        max_tokens: int = 1,
+        choices: tuple[int, ...] = (0,),
+    ) -> list[Action]:
         """A request of one token, or of some if it has a grammar. Its mask is known at once."""
         work = Decode(
             request=RequestId(name),
             attempt=1,
             token_ids=tuple(prompt),
             prompt_len=len(prompt),
-            choices=(0,),
-            handles=handles(),
+            choices=choices,
+            handles=handles(len(choices)),
             sampling=SamplingParams(max_tokens=max_tokens if grammar is None else 4, grammar=grammar),
             budget_s=BUDGET_S,
             source=None,
             offered=None,
         )
-        for action in self.hear(GATEWAY, work):
+        actions = self.hear(GATEWAY, work)
+        for action in actions:
             if isinstance(action, AskMask):
                 self.handle(MaskMade(action.state, None))
+        return actions
 
     def plan(self) -> Compute | None:
         """The next step, if there is one."""
         return next((each for each in self.handle(StepWanted(None)) if isinstance(each, Compute)), None)
 
-    def step(self, took_s: float = 0.0) -> None:
+    def step(self, took_s: float = 0.0) -> list[Action]:
         """Plan a step, and compute it; time goes on by `took_s`, of which the engine's part is 0.01."""
         compute = self.plan()
         assert compute is not None
-        work = compute.work
         self.now += took_s
+        return self.end(compute)
+
+    def end(self, compute: Compute) -> list[Action]:
+        """Compute a step; what follows from its end."""
+        work = compute.work
         outcomes = self.engine.execute(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
-        self.handle(StepEnded(work, self.engine.decoded, outcomes, [TokenScores() for _ in outcomes], (), 0.01))
+        return self.handle(StepEnded(work, self.engine.decoded, outcomes, [TokenScores() for _ in outcomes], (), 0.01))
 
 
 def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
@@ -94,6 +108,64 @@ def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
     assert driven.core.scheduler.num_waiting == 1
     assert driven.plan() is not None, "it has room now, and nobody asks again"
     assert driven.core.lender.num_leases == 0
+
+
+def sent(actions: Sequence[Action], kind: type[Message]) -> list[Any]:
+    """Messages of a kind among what the core has decided."""
+    return [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_choice_that_is_given_up_frees_what_it_holds_and_the_other_goes_on(in_flight: bool) -> None:
+    driven = Driven(num_blocks=16)
+    driven.ask("r", range(2 * BLOCK_SIZE + 1), max_tokens=6, choices=(0, 1))
+    driven.step()
+    driven.step()
+    used = driven.core.pool.num_used
+    compute = driven.plan() if in_flight else None
+    gone = Abort(request=RequestId("r"), attempt=1, choice=0)
+    assert sent(driven.hear(GATEWAY, gone), Message) == [], "nothing is said of it"
+    driven.core.check_invariants()
+    if compute is not None:
+        driven.end(compute)
+    assert driven.core.pool.num_used < used
+    assert driven.core.scheduler.batch.num_running == 1
+    assert sent(driven.hear(GATEWAY, gone), Message) == [], "it comes again"
+    told: list[Finished] = []
+    for _ in range(6):
+        told += sent(driven.step(), Finished) if not told else []
+        driven.core.check_invariants()
+    assert len(told) == 1
+    (request,) = driven.core.book.finished.values()
+    assert [each.finish_reason for each in request.choices] == [None, "length"]
+    driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1))
+    assert not driven.core.book.finished
+    assert driven.core.pool.num_used == 0
+    driven.core.check_invariants()
+
+
+def test_the_last_choice_that_is_given_up_finishes_the_request() -> None:
+    driven = Driven(num_blocks=16)
+    driven.ask("r", range(5), max_tokens=6, choices=(0, 1))
+    driven.step()
+    driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1, choice=1))
+    told = driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1, choice=0))
+    assert len(sent(told, Finished)) == 1
+    driven.step()  # of the block that the second choice was to have, nothing else
+    assert driven.core.pool.num_used == 0
+    driven.core.check_invariants()
+
+
+def test_the_grammar_of_a_choice_that_is_given_up_fails_nobody() -> None:
+    driven = Driven(num_blocks=16)
+    asked = driven.ask("r", [7], grammar="start: /x+/", choices=(0, 1))
+    asked += driven.step()
+    masks = [each for each in asked if isinstance(each, AskMask)][-2:]
+    driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1, choice=0))
+    told = driven.handle(MaskMade(masks[0].state, GaveUp(Cause.INVALID, "too long")))
+    assert sent(told, Failed) == []
+    assert RequestId("r") in driven.core.book.requests
+    driven.core.check_invariants()
 
 
 @pytest.mark.parametrize("decoding", [False, True])

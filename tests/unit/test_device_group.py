@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -34,13 +35,21 @@ def rank_says(width: int, meeting: str, dtype: torch.dtype, rank: int) -> tuple[
     return told
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """As many as there are ranks; torch takes each of them a while to import."""
+    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_add_up_and_lay_their_parts_side_by_side(width: int, dtype: torch.dtype) -> None:
+def test_ranks_add_up_and_lay_their_parts_side_by_side(
+    processes: ProcessPoolExecutor, width: int, dtype: torch.dtype
+) -> None:
     file = os.memfd_create("meeting")
     run = partial(rank_says, width, f"/proc/{os.getpid()}/fd/{file}", dtype)
-    with ProcessPoolExecutor(width, multiprocessing.get_context("spawn")) as pool:
-        told = list(pool.map(run, range(width)))
+    told = list(processes.map(run, range(width)))
     for rank, (added, rows) in enumerate(told):
         assert torch.equal(added, torch.full((4, 3), 2.0**width - 1).to(dtype))
         whole = torch.cat([part_of(each, width, dtype)[1] for each in range(width)], dim=1)

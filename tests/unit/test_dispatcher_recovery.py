@@ -720,6 +720,46 @@ async def test_a_worker_without_room_is_not_asked_again_with_each_heartbeat(make
     assert len(bench.sent(D2, Decode)) == 2
 
 
+@pytest.mark.parametrize("cause", [Cause.TRANSFER, Cause.WORKER_LOST])
+async def test_a_worker_that_cannot_take_a_sequence_over_is_not_the_next_one_to_try(
+    make: Any, time: Time, cause: Cause
+) -> None:
+    """It may be the only one that cannot reach the draining worker."""
+    bench = make(decode=(D, D2, D3))
+    key, _ = await bench.request()
+    decoded(bench, key, 10, 11)
+    for worker in (D2, D3):
+        bench.say(worker, heartbeat())
+    tried = []
+    for _ in range(2):
+        bench.say(D, heartbeat(Phase.DRAINING))
+        await settle()
+        tried += [worker for worker in (D2, D3) if bench.sent(worker, Decode) and worker not in tried]
+        bench.fail(tried[-1], bench.decode(tried[-1]).key, cause)
+        await time.advance(1.0)  # whether its source has crashed is clear by then
+    assert sorted(tried) == [D2, D3]
+    bench.say(D, heartbeat(Phase.DRAINING))  # where all have failed, they are tried again
+    await settle()
+    assert len(bench.sent(D2, Decode)) + len(bench.sent(D3, Decode)) == 3
+
+
+async def test_a_worker_that_could_not_take_a_sequence_over_is_asked_again_if_the_others_have_no_room(
+    make: Any, time: Time
+) -> None:
+    bench = make(decode=(D, D2, D3))
+    key, _ = await bench.request()
+    decoded(bench, key, 10, 11)
+    bench.say(D2, heartbeat())
+    bench.say(D3, heartbeat(used=99, total=100))
+    for number in (1, 2):
+        bench.say(D, heartbeat(Phase.DRAINING))
+        await settle()
+        assert len(bench.sent(D2, Decode)) == number
+        bench.fail(D2, bench.decode(D2).key, Cause.TRANSFER)
+        await time.advance(1.0)
+    assert bench.sent(D3, Decode) == []
+
+
 async def test_a_sequence_that_has_run_ahead_is_tried_again_with_the_next_heartbeat(make: Any) -> None:
     bench = make(decode=(D, D2))
     key, _ = await bench.request()

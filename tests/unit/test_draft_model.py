@@ -62,7 +62,7 @@ def test_catching_up_is_an_investment(max_tokens: int, pays: bool) -> None:
     """A prompt of 2,048 tokens takes the time of 200 steps; drafts make steps fewer by more than half."""
     draft_times = RowTimes(rows=(1, 2048), seconds=(0.02, 20.0))
     times = RowTimes(rows=(1, 1000), seconds=(0.1, 0.101))
-    bench = DraftBench(3000, num_draft_blocks=3000, times=times, draft_times=draft_times)
+    bench = DraftBench(times=times, draft_times=draft_times)
     bench.profile(max_tokens)
     choice = running(bench, "long prompt", 2048, max_tokens)
     steps = bench.steps(8)
@@ -78,7 +78,7 @@ def test_a_draft_model_that_takes_as_long_as_the_model_never_drafts() -> None:
 
 
 def test_who_is_never_right_costs_nothing_soon_and_is_asked_again_much_later() -> None:
-    bench = DraftBench(5000, times=RowTimes(rows=(1, 100), seconds=(1.0, 3.0)), is_right=lambda choice: False)
+    bench = DraftBench(600, times=RowTimes(rows=(1, 100), seconds=(1.0, 3.0)), is_right=lambda choice: False)
     choice = running(bench, "a", 40, 100_000)
     drafting = [bool(step.draft_work) for step in bench.steps(400)]
     assert drafting[:3] == [True] * 3

@@ -304,9 +304,9 @@ def scene(
     for row, (length, number) in enumerate(zip(lens, num_blocks, strict=True)):
         mine = [order.pop() for _ in range(number)]
         tables[row, :number] = torch.tensor(mine)
-        for position in range(length):
-            block = cache[mine[position // block_size], :, 1]
-            block[:, :, position % block_size] = torch.randn(num_kv_heads, 2, head_dim).to(dtype)
+        at = torch.arange(length)
+        written = torch.randn(length, num_kv_heads, 2, head_dim).to(dtype)
+        cache[torch.tensor(mine)[at // block_size], :, 1, :, at % block_size] = written
     q = torch.randn(len(lens), num_kv_heads * group, head_dim)
     return q, cache[:, :, 1], tables, torch.tensor(lens)
 
@@ -348,13 +348,11 @@ def reference(
 ) -> torch.Tensor:
     """By the definition, in float64, without the slots that nobody has written."""
     out = torch.empty_like(q, dtype=torch.float64)
-    group = q.shape[1] // layer.shape[1]
     for row, length in enumerate(lens.tolist()):
         blocks = layer[tables[row, : -(-length // layer.shape[3])]].double()
         k_KSD, v_KSD = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, max(0, length - (window or length)) : length]
-        for head in range(q.shape[1]):
-            scores = k_KSD[head // group] @ q[row, head].double() * scale
-            out[row, head] = scores.softmax(0) @ v_KSD[head // group]
+        scores = q[row].double().view(layer.shape[1], -1, q.shape[2]) @ k_KSD.transpose(1, 2) * scale
+        out[row] = (scores.softmax(-1) @ v_KSD).flatten(0, 1)
     return out
 
 
@@ -703,13 +701,13 @@ def test_gated_products(tiled: Kernels, out: int, features: int, dtype: torch.dt
 def test_gated_products_in_pairs(pairing: Kernels, out: int, features: int, number: int) -> None:
     torch.set_num_threads(number)
     gated, plain = gating(pairing, out, features, torch.bfloat16, bias=out % 100 != 0)
+    down = gating(pairing, 40, out, torch.bfloat16, bias=True)[1]
     beyond = {(72, 40): [513, 530, 546], (48, 1500): [530], (40, 2500): [546]}  # more rows than are multiplied at once
     for rows in [*GATED_ROWS, *beyond.get((out, features), [])] if out * features < 10**6 else [2, 17, 300]:
         x = torch.randn(rows, features)
         expected = pairing.silu_mul(plain(x))
         result = cast("torch.Tensor", gated.gate(x))
         assert torch.equal(result, as_the_next_product_takes_it(expected))
-        down = gating(pairing, 40, out, torch.bfloat16, bias=True)[1]
         assert torch.equal(down(result), down(expected))
 
 

@@ -78,7 +78,7 @@ def test_a_retry_goes_on_where_the_client_is(run: Run) -> None:
     assert run.text() == [1, 2, 3, 4, 5]
     assert run.flow.state is FlowState.DONE
     assert run.sent(Ack) == [(D2, Ack(request=REQUEST, attempt=2))]
-    assert run.flow.failures == {Cause.WORKER_LOST: 1}
+    assert run.flow.tally.failures == {Cause.WORKER_LOST: 1}
 
 
 def test_attempts_are_numbered_upwards_whatever_they_were(run: Run) -> None:
@@ -123,7 +123,7 @@ def test_what_another_worker_may_do_is_tried_elsewhere(run: Run, address: str, c
     run.on(address, failed(cause))
     assert run.flow.running
     assert run.want.key.attempt == 2
-    assert run.flow.failures == {cause: 1}
+    assert run.flow.tally.failures == {cause: 1}
 
 
 @pytest.mark.parametrize("address", [P, D])
@@ -131,7 +131,7 @@ def test_what_another_worker_may_do_is_tried_elsewhere(run: Run, address: str, c
 def test_what_would_be_the_same_elsewhere_is_not_tried_again(run: Run, address: str, cause: Cause) -> None:
     assert run.on(address, failed(cause, "why"))[-1] == Fail(cause, "why")
     assert {address for address, _ in run.sent(Abort)} == {P, D}
-    assert run.flow.failures == {}
+    assert run.flow.tally.failures == {}
 
 
 # --- who is better avoided -------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_failures_in_a_row_are_bounded(run: Run, cause: Cause, most: int) -> Non
         assert run.flow.running
     fail_again(run, cause)
     assert run.terminals == [Fail(cause, "again")]
-    assert run.flow.failures == {cause: most}
+    assert run.flow.tally.failures == {cause: most}
 
 
 def test_a_new_token_begins_the_count_again(run: Run) -> None:
@@ -439,7 +439,7 @@ def test_who_was_let_in_is_refused_by_those_who_drain_as_often_as_need_be(run: R
         run.go(D2, P)
         run.on(D2, failed(Cause.DRAINING))
     assert run.want.avoid == {life(D)}, "who drains may serve again"
-    assert run.flow.failures == {Cause.WORKER_LOST: 1, Cause.DRAINING: 3 * blame.MAX_FAILURES}
+    assert run.flow.tally.failures == {Cause.WORKER_LOST: 1, Cause.DRAINING: 3 * blame.MAX_FAILURES}
 
 
 def test_to_be_too_full_for_who_was_let_in_is_a_failure(run: Run) -> None:

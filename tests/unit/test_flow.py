@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from flow_run import (
     ABORT,
     ACK,
     CANCELLED,
+    D2,
     FINISHED,
     KEY,
     PROMPT,
@@ -168,14 +170,14 @@ def test_the_first_token_comes_from_prefill_and_its_repeat_is_dropped(run: Run) 
     first = Delta(choice=0, token_ids=(1,), logprobs=None, finish_reason=None)
     assert run.on(P, tokens(START, 1)) == [Deliver(first, run.attempt.key, Role.PREFILL)]
     assert run.on(D, tokens(START, 1)) == []
-    assert run.attempt.num_duplicates == 1
+    assert run.flow.tally.num_duplicates == 1
     run.on(D, tokens(START, 1, 2, 3), tokens(START + 3, 4, end="stop"), FINISHED)
     assert run.text() == [1, 2, 3, 4]
     assert run.flow.state is FlowState.DONE
     assert run.sent(Ack) == [(D, ACK)]
     assert run.sent(Abort) == []
     assert run.deltas()[-1].finish_reason == "stop"
-    assert run.flow.num_duplicates == 1
+    assert run.flow.tally.num_duplicates == 1
 
 
 def test_decode_may_be_heard_before_prefill(run: Run) -> None:
@@ -212,7 +214,7 @@ def test_a_gap_is_asked_for_once(run: Run) -> None:
     run.on(P, tokens(START, 1))
     assert run.on(D, tokens(START + 2, 3)) == [Sent(D, resend(START + 1))]
     assert run.on(D, tokens(START + 3, 4), tokens(START + 4, 5)) == []
-    assert run.attempt.num_gaps == 3
+    assert run.flow.tally.num_gaps == 3
     run.on(D, tokens(START + 1, 2, 3, 4, 5))
     assert run.text() == [1, 2, 3, 4, 5]
     assert run.on(D, tokens(START + 7, 8)) == [Sent(D, resend(START + 5))], "another gap is asked for anew"
@@ -296,6 +298,98 @@ def test_tokens_after_the_end_of_a_choice_are_dropped() -> None:
     assert run.sent(Resend) == []
 
 
+def test_a_choice_that_is_given_up_is_aborted_alone_and_the_others_go_on() -> None:
+    run = Run(num_choices=3)
+    run.on(P, *(tokens(START, 1, choice=choice) for choice in range(3)))
+    run.on(D, tokens(START, 1, 2, choice=0), tokens(START, 1, 2, choice=1))
+    assert run.do(run.flow.give_up(1)) == [Sent(D, replace(ABORT, choice=1))]
+    assert run.do(run.flow.give_up(1)) == []
+    assert run.on(D, tokens(START + 2, 3, choice=1), tokens(START + 9, 3, choice=1)) == []
+    assert (run.flow.tally.num_duplicates, run.flow.tally.num_gaps) == (0, 0), "nobody counts what is not read"
+    assert run.resync(D, known=True)[:1] == [Sent(D, replace(ABORT, choice=1))], "it may be lost"
+    run.on(D, tokens(START + 2, 3, choice=0, end="stop"))
+    assert run.flow.running
+    assert run.on(D, tokens(START + 1, 2, choice=2, end="length"))[1:] == [Sent(P, ABORT), Sent(D, ABORT), Done()]
+    run.check_end()
+
+
+def test_a_choice_that_is_given_up_before_decode_has_begun_is_aborted_with_its_first_token() -> None:
+    """It does not know the choices before."""
+    run = Run(num_choices=2)
+    run.on(P, *(tokens(START, 1, choice=choice) for choice in range(2)))
+    assert run.do(run.flow.give_up(0)) == []
+    assert run.on(D, tokens(START, 1, 2, choice=0)) == [Sent(D, replace(ABORT, choice=0))]
+    assert run.on(D, tokens(START + 2, 3, choice=0)) == [], "once is enough"
+    run.on(D, tokens(START, 1, 2, choice=1, end="stop"))
+    run.check_end()
+
+
+def test_a_choice_that_is_given_up_is_aborted_at_whoever_takes_the_offer_over() -> None:
+    run = Run(num_choices=2)
+    run.on(P, *(tokens(START, 1, choice=choice) for choice in range(2)))
+    run.do(run.flow.give_up(0))
+    run.lose(D)
+    assert run.want.offer is not None
+    run.go(D2)
+    told = run.on(D2, tokens(START, 1, 2, choice=0), tokens(START, 1, 2, choice=1))
+    assert [(each.address, each.message.choice) for each in told if isinstance(each, Sent)] == [(D2, 0)]  # type: ignore[attr-defined]
+
+
+def test_tokens_of_others_go_the_short_way_after_a_choice_with_a_gap_was_given_up() -> None:
+    run = Run(num_choices=2)
+    run.on(P, *(tokens(START, 1, choice=choice) for choice in range(2)))
+    run.on(D, tokens(START, 1, 2, choice=0), tokens(START, 1, 2, choice=1))
+    run.on(D, tokens(START + 9, 3, choice=0))
+    assert not run.attempt.take(run.flow.choices[1], START + 2, 7), "a gap is asked for"
+    run.do(run.flow.give_up(0))
+    run.on(D, tokens(START + 2, 3, choice=0))
+    assert run.attempt.take(run.flow.choices[1], START + 2, 7)
+
+
+def test_a_choice_that_is_given_up_is_wanted_nowhere_else() -> None:
+    run = Run(num_choices=2)
+    run.on(P, *(tokens(START, 1, choice=choice) for choice in range(2)))
+    run.on(D, tokens(START, 1, 2, choice=0), tokens(START, 1, 2, choice=1))
+    run.do(run.flow.give_up(0))
+    run.lose(D, crashed=True)
+    assert [choice.index for choice in run.want.choices] == [1]
+    run.go(D2)
+    (decode,) = [message for address, message in run.sent(Decode) if address == D2]
+    assert decode.choices == (1,)
+
+
+def test_a_choice_that_is_given_up_while_it_moves_is_given_up_at_both_workers() -> None:
+    run = Run(num_choices=2)
+    run.on(P, *(tokens(START, 1, choice=choice) for choice in range(2)))
+    run.on(D, tokens(START, 1, 2, choice=0), tokens(START, 1, 2, choice=1))
+    run.move(D2, choice=0)
+    told = run.do(run.flow.give_up(0))
+    assert [(each.address, each.message.choice) for each in told] == [(D, 0), (D2, None)]  # type: ignore[union-attr]
+    assert run.on(D, cut(START + 2)) == [], "it was cut before"
+    run.on(D, tokens(START + 2, 3, choice=1, end="stop"))
+    assert run.flow.state is FlowState.DONE
+    run.check_end()
+
+
+def test_with_the_last_open_choice_the_request_is_done() -> None:
+    """Its client may not have seen the end of the other one yet."""
+    run = Run(num_choices=2)
+    run.on(P, *(tokens(START, 1, choice=choice) for choice in range(2)))
+    run.on(D, tokens(START, 1, 2, choice=0), tokens(START, 1, 2, choice=1, end="stop"))
+    assert run.do(run.flow.give_up(0)) == [Sent(P, ABORT), Sent(D, ABORT), Done()]
+    run.check_end()
+
+
+def test_a_choice_is_given_up_while_its_request_waits() -> None:
+    run = Run(num_choices=2)
+    run.on(P, *(tokens(START, 1, choice=choice) for choice in range(2)))
+    run.on(D, tokens(START, 1, 2, choice=0), tokens(START, 1, 2, choice=1))
+    run.lose(D)
+    assert len(run.flow.wants) == 2
+    run.do(run.flow.give_up(0))
+    assert [choice.index for choice in run.want.choices] == [1]
+
+
 # --- what a worker has no right to say -------------------------------------------------------------------------------
 
 
@@ -305,13 +399,13 @@ def test_tokens_after_the_end_of_a_choice_are_dropped() -> None:
 )
 def test_what_was_not_asked_for_is_the_worker_s_own_fault(run: Run, address: str, message: Message) -> None:
     run.on(address, message)
-    assert run.flow.failures == {Cause.INTERNAL: 1}
+    assert run.flow.tally.failures == {Cause.INTERNAL: 1}
     assert run.want.avoid == {life(address)}
 
 
 def test_a_prefill_worker_has_no_sequence_to_stop(run: Run) -> None:
     run.on(P, cut(START))
-    assert run.flow.failures == {Cause.INTERNAL: 1}
+    assert run.flow.tally.failures == {Cause.INTERNAL: 1}
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
@@ -355,7 +449,7 @@ def test_a_lost_decode_worker_ends_the_attempt_in_every_state(run: Run, state: s
     assert run.flow.attempts == []
     assert "decode" in run.flow.story[-1]
     assert "restarted" in run.flow.story[-1]
-    assert run.flow.failures == {Cause.WORKER_LOST: 1}
+    assert run.flow.tally.failures == {Cause.WORKER_LOST: 1}
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -365,7 +459,7 @@ def test_a_lost_prefill_worker_matters_only_until_its_first_tokens(run: Run, sta
     seen = run.lose(P)
     if state == "nothing heard":
         assert isinstance(seen[-1], Want)
-        assert run.flow.failures == {Cause.WORKER_LOST: 1}
+        assert run.flow.tally.failures == {Cause.WORKER_LOST: 1}
     else:
         assert seen == []
         run.on(D, tokens(START, 1, 2, 3, end="stop"))
@@ -378,7 +472,7 @@ def test_a_prefill_worker_that_is_lost_before_the_last_of_its_first_tokens_ends_
     run.on(P, tokens(START, 1, choice=0))
     run.lose(P)
     assert run.flow.attempts == []
-    assert run.flow.failures == {Cause.WORKER_LOST: 1}
+    assert run.flow.tally.failures == {Cause.WORKER_LOST: 1}
 
 
 def test_after_decode_has_spoken_of_each_choice_prefill_may_go_though_it_was_never_heard(run: Run) -> None:
@@ -417,7 +511,7 @@ def test_a_decode_worker_that_does_not_know_the_request_has_lost_it(run: Run, st
     for sender, message in STATES[state]:
         run.on(sender, message)
     assert isinstance(run.resync(D, known=False)[-1], Want)
-    assert run.flow.failures == {Cause.WORKER_LOST: 1}
+    assert run.flow.tally.failures == {Cause.WORKER_LOST: 1}
     assert run.want.avoid == frozenset(), "messages were lost, the worker is well"
 
 
@@ -426,13 +520,13 @@ def test_a_prefill_worker_must_know_the_request_until_its_first_tokens(run: Run)
     run.on(P, tokens(START, 1))
     assert run.resync(P, known=False) == []
     assert run.resync(P, known=True) == []
-    assert run.flow.failures == {}
+    assert run.flow.tally.failures == {}
 
 
 def test_a_prefill_worker_that_never_got_the_request_ends_the_attempt(run: Run) -> None:
     run.resync(P, known=False)
     assert run.flow.attempts == []
-    assert run.flow.failures == {Cause.WORKER_LOST: 1}
+    assert run.flow.tally.failures == {Cause.WORKER_LOST: 1}
 
 
 # --- any interleaving ------------------------------------------------------------------------------------------------
@@ -633,5 +727,5 @@ def test_the_client_sees_every_token_once_in_many_long_runs() -> None:
             workers.check()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        num_gaps += workers.run.flow.num_gaps
+        num_gaps += workers.run.flow.tally.num_gaps
     assert num_gaps > 100, "hardly a frame was lost: the runs show nothing"

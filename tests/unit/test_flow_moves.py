@@ -126,7 +126,7 @@ def test_tokens_come_from_the_old_one_up_to_the_cut_and_from_the_new_one_after_i
     assert run.text() == [1, 2, 3, 4, 5, 6]
     assert run.sent(Ack) == [(D, ACK), (D2, ACK_2)]
     assert run.flow.state is FlowState.DONE
-    assert run.flow.failures == {}
+    assert run.flow.tally.failures == {}
 
 
 def test_the_new_one_may_be_ahead_of_the_last_token_of_the_old_one(run: Run) -> None:
@@ -225,7 +225,7 @@ def test_a_failure_before_the_cut_leaves_the_sequence_where_it_is(run: Run, end:
     assert run.sent(Abort) == [(D2, ABORT_2)]
     assert run.flow.attempts == [run.attempts[0]]
     assert run.flow.wants == []
-    assert run.flow.failures == {}
+    assert run.flow.tally.failures == {}
     assert movable(run) == [0], "it may try again"
     run.on(D, tokens(START + 2, 3, end="stop"))
     assert run.text() == [1, 2, 3]
@@ -342,7 +342,7 @@ def test_an_old_one_that_is_lost_on_the_way_is_the_new_one_s_concern(run: Run, w
     run.on(D2, tokens(START + 2, 3, 4, end="stop"))
     assert run.text() == [1, 2, 3, 4]
     assert run.flow.state is FlowState.DONE
-    assert run.flow.failures == {}
+    assert run.flow.tally.failures == {}
 
 
 @pytest.mark.parametrize("was_cut", [False, True])

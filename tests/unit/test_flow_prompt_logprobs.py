@@ -64,7 +64,7 @@ def test_who_computes_the_prompt_is_asked_and_told_of_at_once(run: Run) -> None:
 def test_what_nobody_asked_for_is_dropped() -> None:
     run = Run()
     assert run.on(P, of_prompt(1), of_prompt(2)) == []
-    assert run.flow.failures == {}
+    assert run.flow.tally.failures == {}
     run.on(P, tokens(START, 1, end="stop"))
     run.check_end()
 
@@ -73,13 +73,13 @@ def test_what_nobody_asked_for_is_dropped() -> None:
 def test_what_is_not_of_the_prompt_is_a_workers_fault(run: Run, message: Any) -> None:
     run.on(computing(run), message)
     assert run.told() == []
-    assert run.flow.failures == {Cause.INTERNAL: 1}
+    assert run.flow.tally.failures == {Cause.INTERNAL: 1}
 
 
 def test_who_pulls_may_not_tell_of_the_prompt(handoff: Run) -> None:
     handoff.on(D, of_prompt(1))
     assert handoff.told() == []
-    assert handoff.flow.failures == {Cause.INTERNAL: 1}
+    assert handoff.flow.tally.failures == {Cause.INTERNAL: 1}
 
 
 def test_a_prompt_that_is_computed_again_is_told_of_from_where_the_client_is(run: Run) -> None:
@@ -144,7 +144,7 @@ def test_a_prefill_worker_is_needed_until_it_has_told_of_the_prompt(handoff: Run
     handoff.on(P, of_prompt(1))
     handoff.on(D, tokens(START, 1))
     handoff.lose(P)
-    assert handoff.flow.failures == {Cause.WORKER_LOST: 1}
+    assert handoff.flow.tally.failures == {Cause.WORKER_LOST: 1}
 
 
 @pytest.mark.parametrize("how", ["gap", "token", "resync"])
@@ -157,7 +157,7 @@ def test_what_was_lost_is_computed_again(run: Run, how: str) -> None:
         run.on(at, of_prompt(1), tokens(START, 1))
     else:
         run.resync(at, known=True)
-    assert run.flow.failures == {Cause.WORKER_LOST: 1}
+    assert run.flow.tally.failures == {Cause.WORKER_LOST: 1}
     assert run.want.avoid == frozenset(), "nobody is to blame"
     run.go(D2, P2)
     run.on(P2, of_prompt(*ALL), tokens(START, 1, end="stop"))
@@ -167,7 +167,7 @@ def test_what_was_lost_is_computed_again(run: Run, how: str) -> None:
 def test_lost_messages_harm_nobody_once_it_is_told(run: Run) -> None:
     run.on(computing(run), of_prompt(*ALL))
     run.resync(computing(run), known=True)
-    assert run.flow.failures == {}
+    assert run.flow.tally.failures == {}
 
 
 def test_choices_share_it() -> None:

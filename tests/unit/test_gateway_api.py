@@ -487,6 +487,7 @@ async def test_a_choice_that_has_stopped_ignores_what_follows() -> None:
     assert answer.choices[0].text == "hello "
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[1].text.startswith("the end")
+    assert generator.given_up == [0], "nobody needs more of it"
     assert not generator.closed_early.is_set() or answer.choices[1].finish_reason is not None
 
 

@@ -24,6 +24,7 @@ from gateway_fixtures import (
     ScriptedGenerator,
     assert_error,
     byte_level_backend,
+    plain_openai,
     post,
     serve,
     serve_refusing,
@@ -52,7 +53,7 @@ async def client_of(
     generator: ScriptedGenerator, template: str = "hermes", **changes: Any
 ) -> AsyncIterator[openai.AsyncOpenAI]:
     async with serve(generator, tool_settings(**changes), tool_tokenizer(template)) as server:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        async with plain_openai(server.url, max_retries=0) as client:
             yield client
 
 
@@ -814,7 +815,7 @@ async def test_the_clients_error_classes() -> None:
 
 async def test_calls_are_counted() -> None:
     async with serve(scripted(TWO_CALLS + "<tool_call>{}"), tool_settings(), tool_tokenizer("hermes")) as server:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        async with plain_openai(server.url) as client:
             await client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, n=2)
         families = text_string_to_metric_families(server.metrics.exposition().decode())
     samples = {

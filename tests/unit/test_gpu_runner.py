@@ -213,10 +213,11 @@ def test_a_process_is_found_by_its_mark() -> None:
 
 
 @pytest.mark.processes
-def test_what_there_is_no_time_for_is_told(fakes: Path) -> None:
-    outcomes = run_all(fakes, fake(fakes, "hangs", 100.0), fake(fakes, "fine"), limit_s=6.0)
+def test_what_there_is_no_time_for_is_told(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.runner._LEAST_S", 1.0)
+    outcomes = run_all(fakes, fake(fakes, "hangs", 100.0), fake(fakes, "fine"), limit_s=2.0)
     assert {name: each.status for name, each in outcomes.items()} == {"hangs": "timeout", "fine": "skipped"}
-    assert ends_of(fakes)["fine"]["error"] == "no time is left of 6 s"
+    assert ends_of(fakes)["fine"]["error"] == "no time is left of 2 s"
 
 
 @pytest.mark.processes

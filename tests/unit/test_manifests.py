@@ -18,6 +18,7 @@ import jsonschema
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
+from kubernetes_validate import utils as schemas
 from manifest_lints import Object, faults, of
 from needs import needs
 
@@ -77,6 +78,11 @@ def _built(build: Build) -> list[Object]:
 
 def built(*build: str) -> list[Object]:
     return copy.deepcopy(_built(build))
+
+
+# It reads and parses 2 MB for each object.
+schemas.schema_contents = cache(schemas.schema_contents)
+schemas.all_versions = cache(schemas.all_versions)
 
 
 @cache

@@ -394,6 +394,32 @@ def test_a_request_that_is_aborted_before_the_cut_is_not_offered() -> None:
     finish(world)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_choice_that_is_given_up_while_it_moves_leaves_nothing_and_the_other_ends(is_cut: bool) -> None:
+    world = World()
+    d0 = first(world)
+    old = running(world, num_choices=2)
+    new = world.gateway.move(old, second(world))
+    world.deliver()
+    assert "wanted" in d0.left()
+    if is_cut:
+        end_step(world, d0, reads=False)
+        assert old.cut == {0}
+    world.gateway.give_up(old.ask, 0)
+    world.deliver()
+    assert not d0.left().get("leases") or not is_cut, "what was cut is not kept for another sink"
+    if not is_cut:
+        end_step(world, d0)
+        assert old.cut == set()
+    d0.resume()
+    world.run()
+    assert kinds(old) == [Finished]
+    assert old.ask.choices[1].ended
+    assert new.over
+    assert world.gateway.num_begun_again == 0
+    assert [site.left() for site in world.sites.values()] == [{}, {}]
+
+
 def test_a_sequence_that_is_preempted_before_the_cut_is_not_offered() -> None:
     world = World()
     d0 = first(world)

@@ -226,7 +226,7 @@ async def recording_client() -> AsyncIterator[tuple[openai.AsyncOpenAI, list[htt
         sent.append(request)
 
     async with serve(ScriptedGenerator()) as server:
-        http: Any = httpx.AsyncClient(event_hooks={"request": [record]})
+        http: Any = httpx.AsyncClient(verify=False, event_hooks={"request": [record]})
         async with openai.AsyncOpenAI(
             base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http
         ) as client:

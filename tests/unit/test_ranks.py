@@ -12,54 +12,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rank_worker
 from checkpoints import make_checkpoint
 from needs import require
+from rank_worker import BLOCK_SIZE, PROMPT, decoded, load
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.worker import TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine import ranks
-from common.engine.batch import Ints, Sample, SampledToken, Slice
-from common.engine.device_group import Collectives
+from common.engine.batch import Ints, Sample, Slice
 from common.engine.engine import Engine
 from common.engine.engine_thread import EngineThread
 from common.engine.orders import LeadingExecutor, compute_order, rows_of
 from common.engine.ragged import Rows
-from common.engine.ranks import EXIT_RANK_LOST, GroupPlan, Ranks
-from common.engine.runner import ModelRunner, load_runner
-from common.runtime.clock import Pulse
-from common.runtime.config import DeviceType
+from common.engine.ranks import EXIT_RANK_LOST, Ranks
+from common.engine.runner import ModelRunner
 
-BLOCK_SIZE = 16
-PROMPT = [7 * index % 380 for index in range(50)]
 ELSEWHERE = list(range(20, 30))
-PATIENT = Pulse(timeout_s=20.0)
-"""This process, which the tests share, ends when a rank of its group is silent for longer."""
-
-
-def load(
-    folder: Path,
-    width: int,
-    collectives: Collectives | None = None,
-    device: DeviceType = "cpu",
-    *,
-    kv_cache_bytes: int = 2**20,
-    pulse: Pulse = PATIENT,
-) -> ModelRunner:
-    plan = None
-    if width > 1:
-        gpus = (0,) * width if device == "cuda" else ()
-        plan = GroupPlan(width=width, num_threads=1, pulse=pulse, device=device, gpus=gpus, collectives=collectives)
-    return load_runner(
-        folder,
-        kv_cache_bytes=kv_cache_bytes,
-        block_size=BLOCK_SIZE,
-        dtype="float32",
-        device=device,
-        swap_bytes=2**18,
-        group=plan,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +54,6 @@ def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[ModelRu
     alone, together = load(folder, 1, device=device), load(folder, width, collectives, device)
     yield alone, together
     together.close()
-
-
-def decoded(runner: ModelRunner, tokens: list[int], num: int, table: list[int], start: int = 0) -> list[int]:
-    """The next greedy tokens; those of `tokens` before `start` are in the cache."""
-    tokens = list(tokens)
-    params = SamplingParams(max_tokens=num, temperature=0.0)
-    for _ in range(num):
-        sample = Sample(params=params, choice=0, position=len(tokens), token_ids=tokens, prompt_len=len(PROMPT))
-        piece = Slice(token_ids=tokens[start:], start=start, block_table=table, samples=(sample,))
-        [[outcome]] = runner.step([piece])
-        assert isinstance(outcome, SampledToken)
-        start = len(tokens)
-        tokens.append(outcome.token_id)
-    return tokens
 
 
 def test_copies_and_swaps_concern_the_blocks_of_all_ranks(pair: tuple[ModelRunner, ModelRunner]) -> None:
@@ -248,20 +205,6 @@ def test_a_rank_that_cannot_start_ends_the_start(folder: Path, monkeypatch: pyte
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
-WORKER = """
-import sys, time, torch
-from pathlib import Path
-sys.path.insert(0, "tests")
-from unit.test_ranks import PROMPT, Pulse, decoded, load
-torch.set_num_threads(1)
-runner = load(Path(sys.argv[1]), 2, pulse=Pulse())
-busy = sys.argv[2] == "busy"
-while True:
-    decoded(runner, PROMPT, 5, list(range(10)))
-    print("computed", flush=True)
-    time.sleep(0 if busy else 1000)
-"""
-
 
 def children(pid: int) -> list[int]:
     """Processes of which `pid` is the parent."""
@@ -280,8 +223,9 @@ def ended(pid: int) -> bool:
 
 @pytest.fixture(params=["busy", "idle"])
 def worker(folder: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", WORKER, str(folder), request.param]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, rank_worker.__file__, str(folder), request.param]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "computed\n"
         yield process
@@ -314,20 +258,20 @@ def test_a_group_without_work_is_idle(worker: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("worker", ["busy"], indirect=True)
-@pytest.mark.parametrize("pause_s", [0.75, 2.5])
-def test_a_group_that_was_stopped_as_a_whole_goes_on(worker: subprocess.Popen[str], pause_s: float) -> None:
+def test_a_group_that_was_stopped_as_a_whole_goes_on(worker: subprocess.Popen[str]) -> None:
     """Though nobody has counted for longer than a rank may take."""
     [rank] = children(worker.pid)
-    for pid in (rank, worker.pid):
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(pause_s)
-    os.kill(worker.pid, signal.SIGCONT)
-    time.sleep(0.3)
-    os.kill(rank, signal.SIGCONT)
     assert worker.stdout is not None
-    for _ in range(200):  # more than a pipe holds of those before
-        assert worker.stdout.readline() == "computed\n"
-    assert worker.poll() is None
+    for pause_s in (0.75, 2.5):
+        for pid in (rank, worker.pid):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(pause_s)
+        os.kill(worker.pid, signal.SIGCONT)
+        time.sleep(0.3)
+        os.kill(rank, signal.SIGCONT)
+        for _ in range(200):  # more than a pipe holds of those before
+            assert worker.stdout.readline() == "computed\n"
+        assert worker.poll() is None
 
 
 def test_ranks_end_with_their_worker(worker: subprocess.Popen[str]) -> None:

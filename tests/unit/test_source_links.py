@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 import threading
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from ipaddress import IPv4Network
 
 import pytest
@@ -15,11 +15,11 @@ from played_source import FINGERPRINT, WAIT_S, PlayedSource
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
-from common.contract.messages.fields import Message
 from common.contract.messages.handoff import Attach, Detach
 from common.contract.messages.session import Goodbye, Hello, HelloRefused, HelloRequired, Role, Welcome
 from common.runtime.clock import Pulse
 from common.runtime.peer_networks import PeerNetworks
+from kv_transfer.events import SourceLost, SourceOpened, SourceReceived, TransferEvent
 from kv_transfer.source_links import SourceLinks
 
 PEERS = PeerNetworks((IPv4Network("127.0.0.0/8"),))
@@ -41,19 +41,25 @@ class Events:
         self.num_hellos += 1
         return self.pulls
 
-    def on_source_open(self, address: str, source: Incarnation, welcome: Welcome) -> None:
-        self._told.put_nowait(("open", address, source))
-        self.welcomes.append(welcome)
-
-    def on_source_message(self, source: Incarnation, message: Message) -> None:
-        self._told.put_nowait(("message", source, message))
+    def report(self, event: TransferEvent) -> None:
+        match event:
+            case SourceOpened():
+                self._told.put_nowait(("open", event.address, event.source))
+                self.welcomes.append(event.welcome)
+            case SourceReceived():
+                self._told.put_nowait(("message", event.source, event.message))
+            case SourceLost():
+                self._told.put_nowait(("lost", event.address, event.source, event.cause))
+                self.num_hellos_until_lost = self.num_hellos
 
     def on_died(self, error: BaseException) -> None:
         self._told.put_nowait(("died", repr(error)))
 
-    def on_source_lost(self, address: str, source: Incarnation | None, cause: Cause, why: str) -> None:
-        self._told.put_nowait(("lost", address, source, cause))
-        self.num_hellos_until_lost = self.num_hellos
+    def links_of(self, sink: Incarnation, role: Role, clock: Callable[[], float], pulse: Pulse) -> SourceLinks:
+        """Links whose events these are."""
+        return SourceLinks(
+            sink, role, FINGERPRINT, clock, pulse, PEERS, None, self.report, self.open_pulls, self.on_died
+        )
 
     async def next(self) -> tuple[object, ...]:
         async with asyncio.timeout(WAIT_S):
@@ -76,7 +82,7 @@ class Net:
         sink = new_incarnation()
         self.events = Events()
         pulse = Pulse(interval_s=0.05, timeout_s=20.0)
-        self.links = SourceLinks(sink, Role.PREFILL, FINGERPRINT, self.events, lambda: self.now, pulse, PEERS)
+        self.links = self.events.links_of(sink, Role.PREFILL, lambda: self.now, pulse)
         self.source = PlayedSource(sink)
         self.address = self.source.address
 
@@ -295,7 +301,7 @@ async def test_a_name_that_takes_too_long_is_given_up_and_closing_waits_for_none
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     events, pulse = Events(), Pulse(interval_s=0.05, timeout_s=3.0)
-    links = SourceLinks(new_incarnation(), Role.PREFILL, FINGERPRINT, events, lambda: 0.0, pulse, PEERS)
+    links = events.links_of(new_incarnation(), Role.PREFILL, lambda: 0.0, pulse)
     links.need("slow.test:7000")
     assert await asyncio.to_thread(asked.acquire, timeout=WAIT_S)
     assert await events.next() == ("lost", "slow.test:7000", None, Cause.WORKER_LOST)

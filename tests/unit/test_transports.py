@@ -896,7 +896,7 @@ async def test_a_transport_that_hangs_does_not_keep_the_worker_from_ending(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A call into a driver has not returned."""
-    monkeypatch.setattr("kv_transfer.mover._HUNG_S", 0.05)
+    monkeypatch.setattr("kv_transfer.mover._CLOSE_S", 0.05)
     returns = threading.Event()
     monkeypatch.setattr(watched.transport, "close", lambda: returns.wait(END_BOUND_S))
     try:
@@ -907,6 +907,27 @@ async def test_a_transport_that_hangs_does_not_keep_the_worker_from_ending(
         returns.set()
         monkeypatch.undo()
         await watched.mover.close()
+
+
+async def test_a_transport_that_hangs_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could take KV from it, or give it any, and it would go on being asked."""
+    monkeypatch.setattr("kv_transfer.mover._HUNG_S", 2.0)
+    watched, returns, patience_s = Watched(Faulty(serves_by_polling=False)), threading.Event(), 0.5
+    monkeypatch.setattr(watched.transport, "poll", lambda: returns.wait(patience_s))
+    await watched.mover.start()
+    await asyncio.sleep(3.0)
+    assert not watched.fatal, "it only waits for a command"
+    watched.read(1)
+    await asyncio.sleep(3.0)
+    assert not watched.fatal, "it is polled again and again, and each time takes long"
+    patience_s = END_BOUND_S
+    try:
+        await watched.until(lambda: bool(watched.fatal))
+        assert "has not returned" in str(watched.fatal[0])
+        async with asyncio.timeout(END_BOUND_S / 2):  # nobody waits for it
+            await watched.mover.close()
+    finally:
+        returns.set()
 
 
 async def test_a_refused_source_fails_its_reads_only(watched: Watched) -> None:

@@ -115,7 +115,6 @@ class ControlClient:
         it up whenever there is no connection, since another host may have got the name."""
         self.address = address
         self.state = LinkState.GREETING
-        self.welcome: Welcome | None = None
         self.worker: Incarnation | None = None
         """The worker's incarnation in the open session, or in the last one."""
         self.traffic = Traffic()
@@ -309,7 +308,7 @@ class ControlClient:
             return  # the handler may have closed this link; if not, the next Hello opens the next session
         self.state = LinkState.OPEN
         self._connection.needed = True
-        self.worker, self.welcome = sender, welcome
+        self.worker = sender
         self._received = 0
         self._unheard = None
         self._resyncing = self._disconnected = False
