@@ -84,9 +84,9 @@ def fork_server(kind: str) -> ForkServer:
 class ForkedProcess:
     """`python -m MODULE OPTIONS`, forked by a server, with the methods of `subprocess.Popen` that tests use.
 
-    It has the variables of this process but for Baton's settings, and `variables`; what is read at an import comes too
-    late. It inherits `fd` under the same number, or under `number`, runs in a network namespace if that has a name, and
-    may end with its parent, the server.
+    It has the variables of this process but for Baton's settings, and `variables`; what is read at an import, or when
+    the kernels in C are loaded, comes too late. It inherits `fd` under the same number, or under `number`, runs in a
+    network namespace if that has a name, and may end with its parent, the server.
     """
 
     def __init__(

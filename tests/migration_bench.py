@@ -306,9 +306,15 @@ class Link:
 class Links:
     """The links of a site to its sources (`kv_transfer.source_links.SourceLinks`)."""
 
-    def __init__(self, site: Site, report: Callable[[TransferEvent], None]) -> None:
+    def __init__(
+        self,
+        site: Site,
+        report: Callable[[TransferEvent], None],
+        open_pulls: Callable[[str], Collection[RequestKey]],
+    ) -> None:
         self.site = site
         self.report = report
+        self.open_pulls = open_pulls
         self.links: dict[str, Link] = {}
 
     def need(self, address: str) -> None:
@@ -322,7 +328,7 @@ class Links:
         link = self.links[address]
         link.number += 1
         link.lossy = False
-        pulls = tuple(self.site.worker.core.front.open_pulls(address))
+        pulls = tuple(self.open_pulls(address))
         hello = Hello(number=link.number, role=Role.DECODE, fingerprint=FINGERPRINT, open_requests=pulls)
         link.to_source.append(hello)
 
@@ -371,7 +377,7 @@ class Site:
         self.core = DecodeCore(settings, self.engine, region)  # type: ignore[arg-type]
         with (
             patch.object(transfers, "Mover", lambda region, make, on_read, on_died: Reads(self, on_read)),
-            patch.object(transfers, "SourceLinks", lambda *options: Links(self, report=options[7])),
+            patch.object(transfers, "SourceLinks", lambda *options: Links(self, *options[7:9])),
         ):
             self.worker = WorkerShell(
                 self.core,

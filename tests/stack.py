@@ -194,12 +194,17 @@ def run_forked(
     module: str, options: Sequence[str], variables: Mapping[str, str] | None = None, *, kind: str = "gateway"
 ) -> subprocess.CompletedProcess[str]:
     """Run a module to its end, forked by the server of a kind; a worker that refuses to start needs no torch. What it
-    writes to each of its outputs must fit into a pipe."""
+    prints must fit into a pipe. After `START_TIMEOUT_S` it is killed."""
     reader, writer = os.pipe()
     process = ForkedProcess(fork_server(kind), module, options, writer, variables or {}, number=1)
     os.close(writer)
-    with process.stderr, os.fdopen(reader) as output:
-        said, printed = process.stderr.read(), output.read()
+    killer = threading.Timer(START_TIMEOUT_S, process.kill)
+    killer.start()
+    try:
+        with process.stderr, os.fdopen(reader) as output:
+            said, printed = process.stderr.read(), output.read()
+    finally:
+        killer.cancel()
     return subprocess.CompletedProcess(process.args, process.wait(60), printed, said)
 
 

@@ -328,7 +328,7 @@ class Links:
             {
                 "id": worker.address,
                 "role": worker.role.value,
-                "phase": worker.load.phase.value if worker.load else None,
+                "phase": said.phase.value if (said := worker.load or worker.welcome) else None,
                 "safe_to_delete": worker.load is not None and worker.load.phase is Phase.DRAINED,
                 "usable": worker.usable,
                 "transport": worker.welcome.transport if worker.welcome else None,

@@ -26,7 +26,7 @@ EVERY = [
     for family, pair, transport in itertools.product(FAMILIES, itertools.product(WIDTHS, repeat=2), TRANSPORTS)
     if pair != (1, 1)
 ]
-SOME = [("llama", 2, 1, "nixl"), ("qwen2", 1, 2, "zmq"), ("qwen3", 2, 4, "nixl"), ("mistral", 4, 2, "zmq")]
+SOME = [("llama", 2, 2, "nixl"), ("qwen2", 1, 2, "zmq"), ("qwen3", 2, 4, "nixl"), ("mistral", 4, 1, "zmq")]
 """Each family, each width at both sides, fewer, as many and more at the source, and both transports."""
 KINDS: list[dict[str, Any]] = [
     {},
@@ -102,7 +102,7 @@ async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
         decode=2,
         options=("--checksums",),
         prefill_options=("--chunk-size", "64", *(wide if role == "prefill" else ())),
-        decode_options=[wide if role == "decode" else (), ()],
+        decode_options=[wide, wide] if role == "decode" else [(), ()],
     )
     lost = (workers.prefill if role == "prefill" else workers.decode)[0]
     [rank] = ranks_of(lost.popen.pid)

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 def _hasten() -> None:
     """Let the interpreter leave out what changes nothing and takes much of these tests' time: checks of overflow, whose
     result it drops; putting its own functions into Triton's language again for each launch; and a slow way to shift
-    bits between bfloat16 and float32."""
+    bits between bfloat16 and float32 (which also gets subnormal numbers wrong)."""
     from triton import language
     from triton.runtime import interpreter
 
@@ -34,12 +34,13 @@ def _hasten() -> None:
         return interpreter._LangPatchScope()
 
     def shift(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if (source, target) == (language.bfloat16, language.float32):
+        if (source, target, data.dtype) == (language.bfloat16, language.float32, np.uint16):
             return data.astype(np.uint32) << np.uint32(16)
-        if (source, target) == (language.float32, language.bfloat16) and rounding is None:
+        if (source, target, data.dtype, rounding) == (language.float32, language.bfloat16, np.float32, None):
             return (data.view(np.uint32) >> np.uint32(16)).astype(np.uint16)  # towards zero, as the interpreter does
         return convert(data, source, target, rounding)
 
+    shift.slowly = convert  # type: ignore[attr-defined]
     interpreter._patch_lang, interpreter._convert_float = patch_once, shift
 
 

@@ -126,6 +126,7 @@ class _Search:
     def run(self) -> None:
         began = time.process_time()
         num_frozen = gc.get_freeze_count()
+        gc.collect()
         gc.freeze()  # what was there before is not looked at again and again
         try:
             self.visit_all()

@@ -58,9 +58,9 @@ def error_of(module, blocked):
                 traceback.print_exc(file=said)
             said.flush()
             os._exit(0)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
         said.seek(0)
-        return said.read()
+        return said.read() or (f"it ended with status {status}" if status else "")
 
 modules = json.loads(sys.argv[1])
 errors = {each: error_of(each, blocked) for each, blocked in modules.items() if "torch" in blocked}

@@ -120,6 +120,7 @@ async def test_workers_say_what_they_do(bench: Bench) -> None:
         P, replace(heartbeat(used=3, total=12), running=1, waiting=2, queued_tokens=(7, 70, 0), prompt_tokens=100)
     )
     (prefill, decode) = seen(bench)["workers"]
+    assert (prefill["profile"], decode["profile"]) == (None, "throughput"), "only decode workers have one"
     assert (prefill["id"], prefill["role"], prefill["usable"], prefill["phase"]) == (P, "prefill", True, "serving")
     assert (prefill["blocks_used"], prefill["blocks_total"], prefill["running"]) == (3, 12, 1)
     assert (prefill["waiting"], prefill["queued_tokens"], prefill["prompt_tokens"]) == (2, 77, 100)
@@ -133,7 +134,9 @@ async def test_restarts_show_in_the_view_in_what_operators_are_told_and_as_a_met
     bench.lose(D)
     bench.open(D, restarted=True)
     assert [worker["restarts"] for worker in seen(bench)["workers"]] == [0, 1]
-    assert {worker["id"]: worker["restarts"] for worker in bench.dispatcher.links.workers()} == {P: 0, D: 1}
+    told = bench.dispatcher.links.workers()
+    assert {worker["id"]: worker["restarts"] for worker in told} == {P: 0, D: 1}
+    assert [worker["phase"] for worker in told] == ["serving", "serving"], "it has said so in its Welcome"
     assert [bench.counted("worker_restarts_total", role=role) for role in ("prefill", "decode")] == [0, 1]
 
 
