@@ -281,16 +281,14 @@ class _Worker:
         while stop_s is None or (self._open and time.monotonic() < stop_s):
             self.at_work = False
             self.turn += 1
-            try:
+            command: MoverAction | _Stop | _Died | None = None
+            with contextlib.suppress(Empty):
                 command = self._commands.get(timeout=self._patience_s())
-            except Empty:
-                self.at_work = True
-            else:
-                self.at_work = True
-                if isinstance(command, _Stop):
-                    stop_s = time.monotonic() + CLOSE_GRACE_S
-                else:
-                    self._execute(command)
+            self.at_work = True
+            if isinstance(command, _Stop):
+                stop_s = time.monotonic() + CLOSE_GRACE_S
+            elif command is not None:
+                self._execute(command)
             self._report_ended()  # a read on the same host ends when it starts
             self._transport.poll()
             self._report_ended()

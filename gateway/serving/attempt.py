@@ -11,8 +11,8 @@ Life cycle of an attempt:
        them first (PromptLogprobs). Until the client has all of them, the attempt cannot do without that worker, and
        no token is accepted.
     4. Every choice has its finish reason: the decode worker may forget the request (Ack). A choice of which the client
-       needs no more has ended, too, and the decode worker is told (Abort). Or an assignment fails or is
-       lost: the flow (`gateway.serving.flow`) decides what follows. Each end frees every worker.
+       needs no more has ended, too, and the decode worker is told (Abort). Or an assignment fails or is lost: the flow
+       (`gateway.serving.flow`) decides what follows. Each end frees every worker.
 
 Pure state: events in, actions out.
 """

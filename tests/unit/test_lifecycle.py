@@ -57,3 +57,25 @@ def test_the_collector_rests_and_goes_on_whatever_happens() -> None:
     with pytest.raises(ZeroDivisionError), collector_paused():
         _ = 1 // 0
     assert gc.isenabled()
+
+
+BROKEN = """
+import sys, threading, time
+from common.runtime.config import DecodeSettings
+from common.runtime.worker_host import run_worker
+
+async def make(settings, host, folder):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise RuntimeError("a bug")
+
+run_worker(DecodeSettings, "baton decode", make)
+"""
+
+
+@pytest.mark.processes
+def test_a_worker_that_ends_by_a_bug_waits_for_no_thread() -> None:
+    """A thread may be in a call that never returns."""
+    command = [sys.executable, "-c", BROKEN, "--model", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "RuntimeError: a bug" in done.stderr
