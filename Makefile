@@ -1,12 +1,12 @@
 # Baton: `make serve` runs the local stack, `make unit` the fast tests, `make test` and `make check` what CI runs.
 PYTHON ?= python3
-MODEL ?= demo
-PREFILL ?= 1
-DECODE ?= 1
-LATENCY ?= 0
-PREFILL_TP ?= 1
-DECODE_TP ?= 1
-PORT ?= 8000
+MODEL ?= $(or $(BATON_MODEL),demo)
+PREFILL ?= $(or $(BATON_PREFILL),1)
+DECODE ?= $(or $(BATON_DECODE),1)
+LATENCY ?= $(or $(BATON_LATENCY),0)
+PREFILL_TP ?= $(or $(BATON_PREFILL_TP),1)
+DECODE_TP ?= $(or $(BATON_DECODE_TP),1)
+PORT ?= $(or $(BATON_PORT),8000)
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -76,7 +76,7 @@ screenshots: $(STAMP)
 # The stamp is written last, so that an interrupted installation starts again. What is imported is compiled then: most of
 # it never is, and compiling all takes as long as installing it.
 $(STAMP): pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -c 'import pip, sys; assert sys.version_info >= (3, 11)' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	@echo "installing Baton into .venv (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	@touch $(STAMP)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from benchmarks.record import limit_instructions, limited_to, record
+from benchmarks.record import clean_tree, limit_instructions, limited_to, record
 
 
 class UsageError(Exception):
@@ -98,10 +98,11 @@ def run(measure: Callable[..., Result | Iterator[Result]], doc: str | None) -> R
         if instructions is not None:
             limit_instructions(instructions)
         result = path = None
+        measured = clean_tree()
         with TemporaryDirectory() as scratch:
             made = measure(Path(scratch), **options)
             for result in made if isinstance(made, Iterator) else (made,):
-                path = None if no_record else keep(result, options)
+                path = None if no_record else keep(result, options, measured)
         if result is None:
             raise SystemExit("nothing was measured")
         show("", result.figures)
@@ -112,13 +113,13 @@ def run(measure: Callable[..., Result | Iterator[Result]], doc: str | None) -> R
     return result
 
 
-def keep(result: Result, options: Mapping[str, Any]) -> Path:
-    """Record the result; return the path."""
+def keep(result: Result, options: Mapping[str, Any], measured: dict[str, str]) -> Path:
+    """Record the result of the tree that was `measured`; return the path."""
     workload = {**options, **result.workload}
     seed = workload.pop("seed", result.seed)
     limit = limited_to()
     name = result.name if limit is None or result.name.endswith(f"-as-{limit}") else f"{result.name}-as-{limit}"
-    return record(name, workload=workload, figures=result.figures, seed=seed, peers=result.peers)
+    return record(name, workload=workload, figures=result.figures, seed=seed, peers=result.peers, measured=measured)
 
 
 def show(name: str, figures: Mapping[str, Any]) -> None:

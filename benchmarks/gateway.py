@@ -1,6 +1,6 @@
 """Measure the gateway alone, on one core: streamed tokens and requests per second, and the delay that it adds.
 
-    python -m benchmarks.gateway                        # some eight minutes
+    python -m benchmarks.gateway                        # about ten minutes
 
 A gateway process, pinned to one core, runs between scripted workers (`benchmarks.scripted_workers`) and clients that
 only count (`benchmarks.event_client`); workers and clients are in this process, on the other cores. Workers speak the

@@ -4,8 +4,9 @@
 
 There is one request at a time, in turns: the prompt runs in an engine of this process (no server, no handoff); then the
 same prompt goes over HTTP through gateway and prefill worker (TTFT: from sending the request to the first chunk of the
-stream); then once more through the gateway's dispatcher in this process, for the gaps between the tokens' arrivals. The
-time of a decode step is the median of the later gaps, and includes the step, the network and the event loops.
+stream); then once more through the gateway's dispatcher in this process, for the gaps between the tokens' arrivals.
+That time it has a salt of its own: no worker has it cached, and the decode worker reads all of its KV. The time of a
+decode step is the median of the later gaps, and includes the step, the network and the event loops.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from benchmarks.command import Result, run
 from benchmarks.dispatched import connected, greedy
 from benchmarks.figures import spread
-from benchmarks.local import Local, local_stack
+from benchmarks.local import Local, counts, local_stack
 from benchmarks.models import llama_15m
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, SampledToken, Slice
@@ -46,6 +47,11 @@ class Isolated:
         self._runner: ModelRunner = load_runner(
             folder, kv_cache_bytes=64 * 2**20, block_size=DEFAULTS_BY_DEVICE["cpu"]["block_size"]
         )
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of the KV of so many tokens."""
+        layout = self._runner.layout
+        return layout.block_bytes * num_tokens // layout.block_size
 
     def run(self, prompt: list[int]) -> tuple[float, list[float]]:
         """(seconds to the first token, seconds of each decode step)."""
@@ -80,10 +86,15 @@ def over_http(connection: http.client.HTTPConnection, prompt: list[int]) -> floa
     return elapsed
 
 
-async def gaps_of(dispatcher: Dispatcher, prompt: list[int]) -> list[float]:
-    """Seconds between a request's tokens, as a gateway receives them."""
-    arrivals = [time.perf_counter() async for _ in dispatcher.generate(greedy(prompt, DECODE_TOKENS))]
+async def gaps_of(dispatcher: Dispatcher, prompt: list[int], salt: str) -> list[float]:
+    """Seconds between a request's tokens, as a gateway receives them. No worker has the prompt cached under `salt`."""
+    arrivals = [time.perf_counter() async for _ in dispatcher.generate(greedy(prompt, DECODE_TOKENS, salt=salt))]
     return [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+
+
+def bytes_read(local: Local) -> float:
+    """Bytes of KV that the stack's workers have read from each other."""
+    return sum(counts(probe)["baton_transfer_bytes_total"] for probe in local.probes)
 
 
 async def in_turns(local: Local, folder: Path, requests: int, prompt_tokens: int, seed: int) -> dict[str, list[float]]:
@@ -97,7 +108,9 @@ async def in_turns(local: Local, folder: Path, requests: int, prompt_tokens: int
             prompt = [draw.randrange(10, 200) for _ in range(prompt_tokens)]
             isolated_ttft, steps = engine.run(prompt)
             ttft = over_http(connection, prompt)
-            first_gap, *gaps = await gaps_of(dispatcher, prompt)
+            before = bytes_read(local)
+            first_gap, *gaps = await gaps_of(dispatcher, prompt, salt=f"{seed}-{index}")
+            assert bytes_read(local) - before >= engine.kv_bytes(prompt_tokens), "nothing was handed over"
             if index >= WARM_UP:
                 taken["isolated_ttft"].append(isolated_ttft)
                 taken["ttft"].append(ttft)

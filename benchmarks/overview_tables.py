@@ -25,7 +25,7 @@ def beside_vllm(*runs: Run) -> str:
     """Output tokens per second in multiples of vLLM's: from the least to the most over the requests at a time.
 
     Medians of the rounds, then the least and the most of any round. First the pair beside the single vLLM that the same
-    cores could run.
+    cores could run, also the median time to its first tokens in multiples of vLLM's.
     """
     rows = []
     for run in runs:
@@ -34,7 +34,8 @@ def beside_vllm(*runs: Run) -> str:
         what = f"{model}, {dtype}, {at_a_time} at a time, {instructions(run['machine'])}"
         row = [
             f"{what}; vLLM's threads bound" if bound_threads(run) else what,
-            _pair_beside_one(run["figures"]["runs"]),
+            f"{_pair_beside_one(run['figures']['runs'], 'output_tokens_per_s')}; time to "
+            f"first token {_pair_beside_one(run['figures']['runs'], 'ttft_p50_s')}",
         ]
         for pair in ("baton pair", "baton colocated"):
             of = [each["output_tokens_per_s"] for each in run["figures"]["ratios"] if each["ours"] == pair]
@@ -46,13 +47,13 @@ def beside_vllm(*runs: Run) -> str:
     return table(["model, weights and CPU", *heads], rows)
 
 
-def _pair_beside_one(runs: Sequence[Row]) -> str:
+def _pair_beside_one(runs: Sequence[Row], figure: str) -> str:
     """The same for systems that are no pair of the comparison: by medians of the rounds at each point."""
-    rates: dict[tuple[int, int], dict[str, float]] = {}
+    figures: dict[tuple[int, int], dict[str, float]] = {}
     for each in runs:
-        rates.setdefault((each["concurrency"], each["round"]), {})[each["system"]] = each["output_tokens_per_s"]
+        figures.setdefault((each["concurrency"], each["round"]), {})[each["system"]] = each[figure]
     ratios: dict[int, list[float]] = {}
-    for (concurrency, _), of in rates.items():
+    for (concurrency, _), of in figures.items():
         if {"baton pair", "vllm single"} <= of.keys():
             ratios.setdefault(concurrency, []).append(of["baton pair"] / of["vllm single"])
     middle, every = [median(each) for each in ratios.values()], [each for of in ratios.values() for each in of]

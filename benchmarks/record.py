@@ -36,13 +36,17 @@ def record(
     seed: int | None,
     peers: dict[str, Any] | None = None,
     command: str | None = None,
+    measured: dict[str, str] | None = None,
 ) -> Path:
     """Write `benchmarks/results/NAME.json`, and return its path.
 
     `seed` is None if nothing is drawn at random; `peers` are versions and settings of the other systems that took part;
-    `command` repeats the run, and defaults to this process's command line. A tree with uncommitted changes cannot be
-    reproduced, so the file then goes to the folder for temporary files instead.
+    `command` repeats the run, and defaults to this process's command line; `measured` is what `clean_tree` gave before
+    it, and defaults to what it gives now. A tree with uncommitted changes cannot be reproduced, nor one that has become
+    another meanwhile, so the file then goes to the folder for temporary files instead.
     """
+    now = clean_tree()
+    reproducible = bool(now) and measured in (None, now)
     ours = " ".join(["python", *(["-m"] if sys.argv[0].endswith(".py") else []), *_module(), *sys.argv[1:]])
     run: Run = {
         "command": command or ours,
@@ -55,9 +59,10 @@ def record(
         "figures": figures,
     }
     folder = RESULTS
-    if not is_clean():
+    if not reproducible:
         folder = Path(tempfile.gettempdir())
-        print(f"not recorded, for there are changes since {run['commit'][:7]}", file=sys.stderr)
+        why = f"there are changes since {run['commit'][:7]}, or since the run began"
+        print(f"not recorded, for {why}", file=sys.stderr)
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(run, indent=2) + "\n")
@@ -117,6 +122,11 @@ def of_any_cpu(name: str) -> str:
 def tree() -> dict[str, str]:
     """The commit, and its product."""
     return {"commit": git("rev-parse", "HEAD"), "product": product_digest()}
+
+
+def clean_tree() -> dict[str, str]:
+    """`tree()`, if it is clean; else empty."""
+    return tree() if is_clean() else {}
 
 
 def product_digest(commit: str = "HEAD") -> str:

@@ -71,6 +71,11 @@ class Admission:
         admitted = sum(self._num_admitted[: rank + 1])
         return admitted == 0 or admitted + num <= self._bound.num_holding
 
+    def has_places_at_once(self, rank: int, num: int) -> bool:
+        """Whether `num` more sequences of this tier would have places in the batch, even if all that hold blocks ran.
+        Sequences of lower tiers do not count."""
+        return sum(self._num_admitted[: rank + 1]) + num <= self._bound.num
+
     def num_lacking(
         self,
         step: int,

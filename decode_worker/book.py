@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId
+from common.worker.agenda import Agenda
 from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
 from decode_worker.answers import Answers
 from decode_worker.migration import Arrivals, Departures
 from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, RequestEvent, RequestState
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.view import DecodeTotals
 from kv_transfer.pulls import Pulls
 
 MAX_UNACKNOWLEDGED = 4096
@@ -21,6 +23,7 @@ class Book:
 
     def __init__(
         self,
+        agenda: Agenda,
         scheduler: DecodeScheduler,
         pulls: Pulls,
         arrivals: Arrivals,
@@ -28,7 +31,9 @@ class Book:
         masks: MaskAsks[DecodeRequest | DecodeChoice],
         front: Front[DecodeRequest],
         answers: Answers,
+        totals: DecodeTotals,
     ) -> None:
+        self._agenda = agenda
         self._scheduler = scheduler
         self._pulls = pulls
         self._arrivals = arrivals
@@ -36,6 +41,7 @@ class Book:
         self._masks = masks
         self._front = front
         self._answers = answers
+        self._totals = totals
         self.requests, self.finished = front.requests, front.finished
 
     def find(self, request: RequestId) -> DecodeRequest | None:
@@ -43,6 +49,12 @@ class Book:
         return self.requests.get(request) or self.finished.get(request)
 
     # --- ends ----------------------------------------------------------------------------------------------------
+
+    def end(self, choice: DecodeChoice, *, wanted: bool = False) -> None:
+        """A sequence that has begun has had its last token, or its client needs no more of it (`wanted`)."""
+        self._totals.sequence_ended(self._agenda.now - choice.began)
+        self._scheduler.sequences.remove(choice, wanted=wanted)
+        self.finish_if_ended(choice.request)
 
     def finish_if_ended(self, request: DecodeRequest) -> None:
         """If every choice has ended or moved away, the request has ended here."""
@@ -69,8 +81,7 @@ class Book:
             self._departures.give_up(choice)
             return
         self._masks.forget(choice.sequence.grammar_state)
-        self._scheduler.sequences.remove(choice, wanted=True)
-        self.finish_if_ended(choice.request)
+        self.end(choice, wanted=True)
 
     def fail(self, request: DecodeRequest, cause: Cause, message: str) -> None:
         """Remove the request, and tell its gateway why."""
@@ -97,6 +108,10 @@ class Book:
         self._arrivals.forget(request)
         for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.choices)):
             self._masks.forget(state)
+        if wanted:
+            for choice in request.choices:
+                if choice.stage is not ChoiceStage.ENDED:
+                    self._totals.sequence_ended(self._agenda.now - choice.began)
         self._scheduler.forget(request, wanted=wanted)
 
     # --- masks ---------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class DecodeCore:
             self._agenda, settings, self.block_size, self.pool, self.scheduler.trials, self.exchange
         )
         vocab_size = engine.runner.config.vocab_size
-        self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self.block_size, vocab_size)
+        self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self._agenda.emit, self.block_size, vocab_size)
         self.departures = Departures(
             self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
         )
@@ -130,7 +130,15 @@ class DecodeCore:
         self.answers = Answers(self._agenda, self.departures)
         self._masks: MaskAsks[DecodeRequest | DecodeChoice] = MaskAsks(self._agenda)
         self.book = Book(
-            self.scheduler, self.pulls, self.arrivals, self.departures, self._masks, self.front, self.answers
+            self._agenda,
+            self.scheduler,
+            self.pulls,
+            self.arrivals,
+            self.departures,
+            self._masks,
+            self.front,
+            self.answers,
+            self.totals,
         )
         self.steps = DecodeSteps(
             self._agenda,

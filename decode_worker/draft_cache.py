@@ -35,16 +35,18 @@ class DraftTable:
     block_table: list[int] = field(default_factory=list)
 
     def hold(self, num_tokens: int) -> bool:
-        """Take blocks for so many tokens; False, and nothing changes, if there are not enough."""
+        """Take blocks for so many tokens. If there are not enough, give all back and return False: a sequence without
+        room for its next tokens cannot be drafted, and its blocks may be what another one lacks."""
         num_lacking = -(-num_tokens // self.cache.block_size) - len(self.block_table)
         if num_lacking > len(self.cache.free):
+            self.release()
             return False
         for _ in range(num_lacking):
             self.block_table.append(self.cache.free.pop())
         return True
 
     def release(self) -> None:
-        """Give all blocks back: the sequence has ended, or has lost its own blocks."""
+        """Give all blocks back: the sequence has ended or lost its own blocks, or there is no room for it here."""
         self.cache.free += self.block_table
         self.block_table = []
         self.num_computed = 0

@@ -94,14 +94,18 @@ class DraftModel:
         """Tokens of sequences that were computed in chunks."""
 
     def proposers(self, decodes: Iterable[DecodeChoice], others: Collection[DecodeChoice] = ()) -> list[Proposer]:
-        """The sequences of which it can draft at once; and those of `others`, as if it could."""
+        """The sequences of which it can draft at once; and those of `others`, as if it could. Sequences that have
+        outgrown its context give their blocks back."""
         found = []
         for choice in decodes:
             table = self.table(choice)
+            if not self._has_context(choice):
+                table.release()
+                continue
             num_behind = choice.sequence.num_tokens - table.num_computed
             if (num_behind > MOST_BEHIND and not others) or choice.sequence.sampling.grammar is not None:
                 continue
-            if num_behind <= MOST_BEHIND and self._has_context(choice):
+            if num_behind <= MOST_BEHIND:
                 found.append(Proposer(choice, table.acceptance, num_behind))
             elif choice in others:
                 found.append(Proposer(choice, table.acceptance, 1))
@@ -143,7 +147,7 @@ class DraftModel:
     ) -> dict[DecodeChoice, tuple[int, int]]:
         """Tokens of sequences to be computed beside a step of `decodes` that takes `step_s`, without those of which it
         drafts as many tokens as `drafts` for this step: under the shortest target between tokens of those that
-        decode."""
+        decode. A sequence has blocks for all of its tokens, and a draft, before the first of them is computed."""
         wanted = [each for each in decodes if each.draft is not None and each.draft.wanted and each not in drafts]
         if not wanted:
             return {}
@@ -154,7 +158,7 @@ class DraftModel:
         for choice in wanted:
             table, end = self.table(choice), choice.sequence.num_tokens - 1
             if not self._has_context(choice):  # it has grown since it was judged
-                table.wanted = False
+                table.release()
                 continue
             start = table.num_computed
             num = end - start
@@ -162,15 +166,15 @@ class DraftModel:
                 num //= 2
             if found and self.times.step_s((num_rows + num, num_read + num * end)) > room_s:
                 break
-            if not table.hold(start + num):
-                table.wanted = False
+            if not table.hold(choice.sequence.num_tokens + MAX_DRAFT_TOKENS):
                 continue
             found[choice] = start, start + num
             num_rows, num_read = num_rows + num, num_read + num * end
         return found
 
     def hold(self, choice: DecodeChoice, num_drafted: int) -> bool:
-        """Whether there are blocks to draft so many tokens; they are the sequence's now."""
+        """Whether there are blocks to draft so many tokens; they are the sequence's now. If there are not enough, it
+        gives all of its blocks back."""
         return self.table(choice).hold(choice.sequence.num_tokens + num_drafted - 1)
 
     def work(self, drafts: dict[DecodeChoice, list[int]], chunks: dict[DecodeChoice, tuple[int, int]]) -> DraftWork:

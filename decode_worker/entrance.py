@@ -74,6 +74,8 @@ class Entrance:
         """Requests whose pull has not settled → blocks of the pull."""
         self._newest_unread: LazyHeap[DecodeRequest] = LazyHeap()
         """Requests of `reserved` whose pull may not have read yet, the newest of the lowest tier first."""
+        self._promised: set[DecodeRequest] = set()
+        """Requests of `reserved` for whose sequences, which move here, places in the batch are kept."""
         self.preempted: LazyHeap[DecodeChoice] = LazyHeap()
         self.unmasked: set[DecodeChoice] = set()
         """Sequences whose next mask is not known yet. They are in no step, and do not come back."""
@@ -82,6 +84,8 @@ class Entrance:
         """What was refused to the highest tier since `reserve` was called last."""
         self._look_again = True
         self._free_when_refused = 0
+        self._looked_at = 0
+        """The step at which `reserve` last looked at those that wait."""
         self.num_prefix_queried = 0
         """Prompt tokens that were looked up in the prefix cache."""
         self.num_prefix_hit = 0
@@ -135,6 +139,7 @@ class Entrance:
         one: the owner of the pull releases them."""
         self.waiting.discard(request)
         self._newest_unread.discard(request)
+        self._promised.discard(request)
         self._look_again = True
         reserved = self.reserved.pop(request, [])
         prompt = self._prompts.take(request)
@@ -151,6 +156,16 @@ class Entrance:
         """The reserved blocks hold valid KV: they are the request's."""
         del self.reserved[request]
         self._newest_unread.discard(request)
+        self._promised.discard(request)
+
+    def promise_place(self, request: DecodeRequest) -> bool:
+        """Whether the sequence of `request`, which moves here and has its blocks, will have a place in the batch when
+        it begins. If so, the place is kept: until it has begun, no more sequences are let in than can run."""
+        rank = request.work.tier.rank
+        if not self._admission.has_places_at_once(rank, self._batch.num_kept_from(rank)):
+            return False
+        self._promised.add(request)
+        return True
 
     def take_pressure(self) -> Pressure | None:
         """The room that lower tiers must make for a waiting request; it is returned once."""
@@ -193,7 +208,7 @@ class Entrance:
         """Admit what fits: preempted sequences first, then waiting requests. Returns reservations of requests that may
         pull."""
         unchanged = not self._look_again and self._pool.num_free <= self._free_when_refused
-        if unchanged and not self._waited_long(self._next_preempted(), now):
+        if unchanged and not self._forecast_is_old and not self._waited_long(self._next_preempted(), now):
             self._free_when_refused = self._pool.num_free
             return []
         self._pressure = None
@@ -202,7 +217,15 @@ class Entrance:
             pass
         self._look_again = False
         self._free_when_refused = self._pool.num_free
+        self._looked_at = self._batch.step
         return granted
+
+    @property
+    def _forecast_is_old(self) -> bool:
+        """Whether somebody waits who was refused at least a block's worth of steps ago. The forecast falls as present
+        sequences near their ends."""
+        waits = len(self.waiting) > 0 or len(self.preempted) > 0
+        return waits and self._batch.step - self._looked_at >= self._policy.block_size
 
     def _let_one_in(self, now: float, granted: list[Reservation]) -> bool:
         """Admit or resume the next request or sequence that may; returns whether there was one. Requests of higher
@@ -258,7 +281,7 @@ class Entrance:
             (self._admission.steps_left(work, num_tokens + 1, quantile_of(order + index)), num_private)
             for index, num_private in enumerate(private)
         ]
-        if not self._has_room(work.tier.rank, num_new, held, newcomers):
+        if not self._has_room(work.tier.rank, num_new, held, newcomers, at_once=work.moving):
             return False
         self.waiting.take(request, now)
         self._num_orders += len(work.choices)
@@ -319,10 +342,16 @@ class Entrance:
             )
         return True
 
-    def _has_room(self, rank: int, num_new: int, held: Seq[int], newcomers: Seq[Newcomer]) -> bool:
+    def _has_room(
+        self, rank: int, num_new: int, held: Seq[int], newcomers: Seq[Newcomer], *, at_once: bool = False
+    ) -> bool:
         """Whether `num_new` blocks, beside the cached blocks `held`, can be given away now without any sequence lacking
-        blocks later. If lower tiers hold blocks, it is noted that they must make room."""
-        if not self._admission.has_places(rank, len(newcomers)):
+        blocks later, and places are left: in the batch if the newcomers must run `at_once`, or a place is promised. If
+        lower tiers hold blocks, it is noted that they must make room."""
+        at_once = at_once or bool(self._promised)
+        num_places = len(newcomers) + (self._batch.num_kept_from(rank) if at_once else 0)
+        has_places = self._admission.has_places_at_once if at_once else self._admission.has_places
+        if not has_places(rank, num_places):
             return False
         asked = Pressure(rank, num_new, held, self._batch.num_due_next + self._batch.num_ready, newcomers)
         has_room = self.num_lacking(asked) <= 0
@@ -337,6 +366,7 @@ class Entrance:
         assert all(request.state is RequestState.RESERVED for request in self.reserved)
         unread = {request for request in self.reserved if _unread(request) and not request.work.moving}
         assert unread <= set(self._newest_unread) <= self.reserved.keys()
+        assert self._promised <= {request for request in self.reserved if request.work.moving}
 
 
 def _unread(request: DecodeRequest) -> bool:

@@ -19,6 +19,10 @@ The first stage may take so long that the sequence has run far ahead of it: many
 machine is busy. Then the source does not cut the sequence (`MAX_TAIL_BLOCKS`, `MAX_PUT_OFF`). The move fails, and the
 gateway begins another one. That move reads only the new blocks ahead: the sink's prefix cache has the others.
 
+A sequence that is cut stands still until the sink's batch has it. So the sink takes it only if it has a place in the
+batch, not just room to wait for one. It asks for the place before the first stage, and again before the second, since
+others may have come in; from then on it keeps the place. Without one the move fails, and the source goes on.
+
 The source never continues a sequence that it has cut. If the sink fails, the gateway begins another attempt.
 """
 
@@ -37,11 +41,13 @@ from common.engine.block_pool import BlockPool
 from decode_worker.entrance import Reservation
 from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
+from kv_transfer.events import Consequence, PullFailed
 from kv_transfer.lease import withdrawn
 from kv_transfer.lender import Lender
 from kv_transfer.pull import Pull
 from kv_transfer.pulls import Pulls
 
+Emit = Callable[[Consequence], None]
 Send = Callable[[Incarnation, Message], None]
 
 MAX_TAIL_BLOCKS = 4
@@ -179,7 +185,7 @@ class Departures:
     def give_up(self, choice: DecodeChoice) -> None:
         """Nobody needs a sequence any more that was cut: withdraw its lease."""
         for key in [key for key, cut in self._cut.items() if cut is choice]:
-            self._lender.withdraw(key.request, Cause.LEASE_LOST, "its client needs no more of the sequence")
+            self._lender.withdraw(key.request, Cause.LEASE_LOST, "the gateway needs no more of the sequence from here")
 
     def forget(self, request: DecodeRequest) -> None:
         """The request has ended here: withdraw the leases on its sequences."""
@@ -202,14 +208,16 @@ class _Arrival:
 
 
 class Arrivals:
-    """Sequences that move to this worker. Blocks are reserved before the source is asked for anything."""
+    """Sequences that move to this worker. Blocks are reserved before the source is asked for anything, and a place in
+    the batch before it is asked to cut the sequence."""
 
     def __init__(
-        self, scheduler: DecodeScheduler, pool: BlockPool, pulls: Pulls, block_size: int, vocab_size: int
+        self, scheduler: DecodeScheduler, pool: BlockPool, pulls: Pulls, emit: Emit, block_size: int, vocab_size: int
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
         self._pulls = pulls
+        self._emit = emit
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._arrivals: dict[DecodeRequest, _Arrival] = {}
@@ -294,10 +302,17 @@ class Arrivals:
             self._pool.release(arrival.block_ids)
 
     def _attach(self, arrival: _Arrival) -> None:
+        """Begin the second stage, if the sequence will have a place in the batch: others may have taken it during the
+        first one."""
         arrival.ahead = None
-        assert arrival.request.pull is not None
+        pull = arrival.request.pull
+        assert pull is not None
+        if not self._scheduler.entrance.promise_place(arrival.request):
+            message = "the batch has become full; where the sequence is, it can go on"
+            self._emit(PullFailed(pull, Cause.CAPACITY, message))
+            return
         work, vocab_size = arrival.request.work, self._vocab_size
-        self._pulls.begin(arrival.request.pull, lambda tokens: goes_on(tokens, work, vocab_size))
+        self._pulls.begin(pull, lambda tokens: goes_on(tokens, work, vocab_size))
 
     def _of(self, ahead: Pull) -> _Arrival | None:
         return next((arrival for arrival in self._arrivals.values() if arrival.ahead is ahead), None)

@@ -316,6 +316,11 @@ class DecodeRequest:
         return bool(self.choices) and not any(each.goes_on for each in self.choices)
 
     @property
+    def num_going_on(self) -> int:
+        """Sequences that have not ended, moved away or been given up. Before they have begun all of them count."""
+        return sum(each.goes_on for each in self.choices) if self.choices else len(self.work.choices)
+
+    @property
     def num_new(self) -> int:
         """Smallest number of new tokens, beyond those that the request came with, among the choices that have not
         finished."""

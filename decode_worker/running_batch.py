@@ -78,6 +78,10 @@ class RunningBatch:
         """Running sequences that need a block before the next step."""
         return self._due.num_at(self.step + 1)
 
+    def num_kept_from(self, rank: int) -> int:
+        """Places of lower tiers that are not given up to a sequence of this one."""
+        return sum(seniority(choice)[0] > rank for choice in self._aged)
+
     def __contains__(self, choice: DecodeChoice) -> bool:
         return choice in self._running
 

@@ -130,11 +130,12 @@ class DecodeScheduler:
         return self.entrance.reserve(now)
 
     def lend(self, block_hashes: Seq[BlockHash]) -> list[int]:
-        """The leading blocks of `block_hashes` that are cached, each with a reference for the borrower. Empty if
-        running sequences might then lack free blocks."""
+        """The leading blocks of `block_hashes` that are cached, each with a reference for the borrower. Empty if that
+        took free blocks that running sequences may need; blocks that are in use anyway are always lent."""
         blocks = self._pool.match(block_hashes)
+        num_taken = self._pool.num_unreferenced(blocks)
         headroom = self.batch.num_due_next + self.batch.num_ready
-        if self._pool.num_unreferenced(blocks) + headroom > self._pool.num_free:
+        if num_taken and num_taken + headroom > self._pool.num_free:
             return []
         self._pool.share(blocks)
         return blocks

@@ -234,9 +234,7 @@ class DecodeSteps:
         self._answers.tokens(choice)
         self._end_trial(request)
         if choice.finish_reason is not None:
-            self._totals.sequence_ended(self._agenda.now - choice.began)
-            self._scheduler.sequences.remove(choice)
-            self._book.finish_if_ended(request)
+            self._book.end(choice)
         if choice.sequence.grammar_state is not None:
             self._book.ask_mask(choice)
 

@@ -51,7 +51,7 @@ class DecodeTotals:
     block_steps: int = 0
     """Blocks in use, summed over the steps."""
     sequence_s: float = field(default=0.0)
-    """EWMA of a sequence's duration here, in seconds from its first token to its last."""
+    """EWMA of the duration here of sequences that ended as their clients wanted, in seconds from the first token."""
     itl_s: float = 0.0
     """EWMA of the mean seconds between a sequence's tokens, over the steps in which sequences got some."""
 
@@ -67,7 +67,7 @@ class DecodeTotals:
         self.itl_s += (token_s - self.itl_s) * (_STEP_WEIGHT if self.itl_s else 1.0)
 
     def sequence_ended(self, took_s: float) -> None:
-        """A sequence has had its last token, `took_s` seconds after its first."""
+        """A sequence has ended by itself, or by an Abort, `took_s` seconds after its first token."""
         self.sequence_s += (took_s - self.sequence_s) * (_SEQUENCE_WEIGHT if self.sequence_s else 1.0)
 
 
@@ -83,7 +83,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
         blocks_total=core.pool.num_blocks,
         phase=core.front.phase,
         queued_tokens=by_tier((r.work.tier, scheduler.num_uncomputed_of(r)) for r in requests),
-        sequences=by_tier((r.work.tier, len(r.work.choices)) for r in requests),
+        sequences=by_tier((r.work.tier, r.num_going_on) for r in requests),
         places=scheduler.num_places,
         token_s=core.engine.costs.prompt_s_per_token,
         sequence_s=core.totals.sequence_s,
@@ -129,7 +129,7 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", totals.prompt)
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", totals.scored)
     yield counter("baton_tokens_recomputed", "Tokens computed again after a preemption.", totals.recomputed)
-    load = sum(len(request.work.choices) for request in core.book.requests.values()) / scheduler.num_places
+    load = sum(request.num_going_on for request in core.book.requests.values()) / scheduler.num_places
     yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
     yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)

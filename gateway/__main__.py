@@ -45,7 +45,7 @@ from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.observability.metrics import GatewayMetrics
 from gateway.operators.admin import create_admin_app
 from gateway.text.tokenizer import ModelTokenizer, keep_torch_out
-from gateway.web.ending import GOODBYE_S
+from gateway.web.ending import ENDING, GOODBYE_S
 from gateway.web.tls import ServerTls
 from gateway.workers.discovery import LONGEST_LOOKUP_S, Discovery, DnsSource, WorkerSource
 from gateway.workers.registry import Registry
@@ -190,7 +190,8 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
 
 
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) -> None:
-    """Bind, connect, and serve until `stop`. Raises `OperatorError`."""
+    """Bind, connect, and serve until `stop`. Raises `OperatorError`, and whatever ends the links or the discovery: open
+    requests then end with an error at once."""
     signal.signal(
         signal.SIGHUP, signal.SIG_IGN
     )  # asks other servers to read their files again: this one does so anyway
@@ -238,6 +239,8 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
         if settings.discovery != "static":
             discovery = Discovery(await _sources(settings, stack), metrics.registry, monotonic)
             working.append(asyncio.create_task(discovery.run(dispatcher.links.follow)))
+        for task in working:
+            task.add_done_callback(lambda _: app[ENDING].fail())
         stopping = asyncio.create_task(stop.wait())
         usable = asyncio.create_task(dispatcher.links.wait_usable())
         await asyncio.wait([*working, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
@@ -281,11 +284,16 @@ def main() -> None:
         if settings.explain_routing:
             log.info("--explain-routing: x-baton-* headers tell every client the workers' addresses")
         keep_torch_out()
-        folder = resolve_model(settings.model, weights=False)
+        folder = resolve_model(settings.model, settings.revision, weights=False)
         run(lambda stop: serve(settings, folder, stop))
 
-    exit_on_operator_error(body)
-    leave()  # without waiting for threads, which may be busy with a long text
+    # It ends without waiting for threads, which may be busy with a long text.
+    try:
+        exit_on_operator_error(body)
+    except Exception:
+        log.exception("the gateway ends")
+        leave(1)
+    leave()
 
 
 if __name__ == "__main__":

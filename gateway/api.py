@@ -175,10 +175,13 @@ class _Api:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         caller = request[CALLER]
-        tokens = await self._intake.tokenize(await self._form(request, TokenizeRequest), caller.expect_prompt)
+        form = await self._form(request, TokenizeRequest)
+        tokens = await self._intake.tokenize(form, caller.expect_prompt)
         caller.admit_prompt(len(tokens))
-        most = self._limits.max_sequence_tokens
-        return web.json_response(answers.Tokenized(tokens=tokens, count=len(tokens), max_model_len=most))
+        answer = answers.Tokenized(tokens=tokens, count=len(tokens), max_model_len=self._limits.max_sequence_tokens)
+        if form.return_token_strs:
+            answer["token_strs"] = self._tokenizer.raw(tokens)
+        return web.json_response(answer)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         text = self._intake.detokenize(await self._form(request, DetokenizeRequest))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import GaugeMetricFamily
@@ -14,22 +15,32 @@ from kv_transfer.routes import ReadRoute, Way
 
 log = logging.getLogger(__name__)
 
+MAX_SOURCES = 4096
+"""Most sources that are remembered. One that is read from again after so many others counts once more."""
+
 
 class Bandwidths:
     """Records the reads of one worker, into memory of `device`."""
 
     def __init__(self, device: str) -> None:
         self.num_fallbacks = 0
-        """Sources whose route falls back to a slow way (`Route.falls_back`)."""
+        """Sources whose first read fell back to a slow way (`Route.falls_back`)."""
         self._device = device
         self.num_sources: dict[Way, int] = dict.fromkeys(Way, 0)
         """Way → number of sources whose first read came that way."""
         self._bytes_per_second: dict[Way, float] = {}
+        self._known: OrderedDict[Incarnation, None] = OrderedDict()
+        """Sources from which a read is done, in the order of their latest reads."""
 
-    def observe(self, source: Incarnation, route: ReadRoute, num_bytes: int, seconds: float, *, first: bool) -> None:
-        """Record a read that is done; `first` says whether it is the first one from its source."""
+    def observe(self, source: Incarnation, route: ReadRoute, num_bytes: int, seconds: float) -> None:
+        """Record a read that is done. `seconds` is its duration."""
         rate = num_bytes / max(seconds, 1e-9)
         self._bytes_per_second[route.way] = rate
+        first = source not in self._known
+        self._known[source] = None
+        self._known.move_to_end(source)
+        if len(self._known) > MAX_SOURCES:
+            self._known.popitem(last=False)
         if first:
             self.num_sources[route.way] += 1
             text = "first read from %s: %d bytes in %.4f s, %.2f GB/s with the connection set up, by %s"

@@ -58,7 +58,15 @@ class ReadEnded:
     """Why it failed; None if every block has arrived."""
 
 
-TransferEvent = SourceOpened | SourceReceived | SourceLost | ReadEnded
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """The mover has done everything before a `Poll`, and has polled the transport."""
+
+    waiting: frozenset[ReadId]
+    """Open reads of which nothing has begun: they wait for reads from other sources."""
+
+
+TransferEvent = SourceOpened | SourceReceived | SourceLost | ReadEnded | Polled
 
 # --- actions: from the core to the shell -------------------------------------------------------------------------
 
@@ -125,7 +133,13 @@ class Serve:
     """Blocks of which they learn now."""
 
 
-MoverAction = AddSource | DropSource | StartRead | Serve
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Poll the transport; `Polled` follows. It comes late if a call of the transport takes long, such as one that
+    registers memory."""
+
+
+MoverAction = AddSource | DropSource | StartRead | Serve | Poll
 TransferAction = Connect | Send | SendToSource | MoverAction
 
 # --- consequences: within the core -------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ A cached prefix is *lent*: its lease is complete from the beginning, and bound t
 also ends when that sink detaches or is lost, because no other sink waits for it.
 
 A sink that has attached is a *reader* until it has settled or detached, even if the lease ends before. Its reads may
-still be under way. They do no harm, but they need this worker's progress in order to end.
+still be under way. They do no harm, but they need this worker's progress in order to end. A sink whose session is lost
+reads nothing, as far as is known here. If it comes back, it is a reader again of what its Hello lists.
 
 Pure state: events and a time in, actions out.
 """
@@ -30,6 +31,8 @@ from kv_transfer.parked import ParkedAttaches
 
 MAX_TOMBSTONES = 4096
 """Most ended leases whose answers are remembered."""
+MAX_LOST_READERS = 4096
+"""Most readers that are remembered after their session was lost."""
 
 LeaseAction = Send | Unpinned | Released | LeaseDropped
 
@@ -50,6 +53,8 @@ class LeaseTable:
         """Request → the newest attempt whose offer has ended. No sink can attach to it any more."""
         self._settled: OrderedDict[LeaseId, tuple[RequestKey, int, Incarnation]] = OrderedDict()
         self._readers: set[tuple[RequestKey, Incarnation]] = set()
+        self._lost_readers: OrderedDict[tuple[RequestKey, Incarnation], None] = OrderedDict()
+        """Readers whose session was lost. They may be frozen, or cut off, with reads under way."""
         self._epoch = 0
         self.num_expired = 0
         self.num_reclaimed = 0
@@ -224,12 +229,19 @@ class LeaseTable:
         return []
 
     def sink_said_hello(self, sink: Incarnation, pulls: Collection[RequestKey], now: float) -> list[LeaseAction]:
-        """A sink's session opens, opens again, or (without `pulls`) is over. The sink has given up all that `pulls`
-        does not name."""
-        self._readers -= {reader for reader in self._readers if reader[1] == sink and reader[0] not in pulls}
-        self.parked.keep(sink, pulls)
-        given_up = [lease for lease in self._leases.values() if lease.sink == sink and lease.key not in pulls]
-        return [action for lease in given_up for action in self._unbind(lease, now, "given up by its sink")]
+        """A sink's session opens, or opens again. The sink has given up all that `pulls` does not name. It may still be
+        reading what it names, even if the loss of its session has ended the lease."""
+        for reader in [reader for reader in self._lost_readers if reader[1] == sink]:
+            del self._lost_readers[reader]
+            self._readers.add(reader)
+        return self._keep(sink, pulls, now, "given up by its sink")
+
+    def sink_lost(self, sink: Incarnation, now: float) -> list[LeaseAction]:
+        """A sink's session is over. What it was reading is remembered, since it may come back."""
+        self._lost_readers.update(dict.fromkeys(reader for reader in self._readers if reader[1] == sink))
+        while len(self._lost_readers) > MAX_LOST_READERS:
+            self._lost_readers.popitem(last=False)
+        return self._keep(sink, (), now, "its sink is lost")
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -284,6 +296,7 @@ class LeaseTable:
         opened = {request: lease.opened_attempt for request, lease in self._leases.items() if not lease.lent}
         self.parked.check_invariants(opened)
         assert len(self._settled) <= MAX_TOMBSTONES
+        assert len(self._lost_readers) <= MAX_LOST_READERS
         for request, lease in self._leases.items():
             assert lease.key.request == request, lease.story
             assert 0 <= lease.num_ready <= len(lease.block_ids), lease.story
@@ -328,6 +341,13 @@ class LeaseTable:
         if lease.complete:
             actions.append(Send(sink, lease.done()))
         return actions
+
+    def _keep(self, sink: Incarnation, pulls: Collection[RequestKey], now: float, why: str) -> list[LeaseAction]:
+        """End what a sink has here except `pulls`."""
+        self._readers -= {reader for reader in self._readers if reader[1] == sink and reader[0] not in pulls}
+        self.parked.keep(sink, pulls)
+        given_up = [lease for lease in self._leases.values() if lease.sink == sink and lease.key not in pulls]
+        return [action for lease in given_up for action in self._unbind(lease, now, why)]
 
     def _unbind(self, lease: Lease, now: float, why: str) -> list[LeaseAction]:
         if lease.lent:

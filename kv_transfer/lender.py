@@ -96,12 +96,15 @@ class Lender:
                 self._do(self._leases.detach(message, sink, self._clock()))
 
     def on_hello(self, peer: Incarnation, open_requests: Collection[RequestKey]) -> None:
-        """A session with a peer has opened, perhaps again. The peer has given up the pulls that it does not list."""
+        """A session with a peer has opened, perhaps again. The peer has given up the pulls that it does not list.
+
+        It may still be reading those that it lists, even if its session was lost meanwhile.
+        """
         self._do(self._leases.sink_said_hello(peer, set(open_requests), self._clock()))
 
     def on_peer_lost(self, peer: Incarnation) -> None:
         """A sink is lost. Its leases wait for another sink, and prefixes that were lent to it are returned."""
-        self.on_hello(peer, ())
+        self._do(self._leases.sink_lost(peer, self._clock()))
 
     def _lend(self, sink: Incarnation, message: AttachPrefix) -> None:
         now = self._clock()

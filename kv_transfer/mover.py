@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from kv_transfer.bandwidths import Bandwidths
-from kv_transfer.events import AddSource, DropSource, MoverAction, Serve, StartRead
+from kv_transfer.events import AddSource, DropSource, MoverAction, Poll, Serve, StartRead
 from kv_transfer.regions import Region
 from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import Read, ReadId, ReadState, Transport
@@ -75,8 +75,6 @@ class _Ended:
     error: str = ""
     """Why it failed; empty if every block has arrived."""
     route: ReadRoute = field(default_factory=ReadRoute)
-    first: bool = False
-    """Whether it is the first read from its source that has arrived."""
 
 
 class Mover:
@@ -84,6 +82,9 @@ class Mover:
 
     `on_read(read_id, error)` is called once for each read when it has ended, that is, when nothing will write to its
     blocks any more. `error` is None if every block has arrived. It is never called from within `carry_out`.
+
+    `on_polled(waiting)` is called once for each `Poll`, with the open reads of which nothing has begun, because they
+    wait for reads from other sources.
 
     `on_fatal(error)` is called if the thread dies of a bug or hangs, or what serves peers dies. Reads whose end could
     not be proved are then never reported, and their blocks stay in quarantine: the process should end.
@@ -95,6 +96,7 @@ class Mover:
         make_transport: Callable[[], Transport],
         on_read: Callable[[ReadId, TransferError | None], None],
         on_fatal: Callable[[Exception], None],
+        on_polled: Callable[[frozenset[ReadId]], None] = lambda _: None,
     ) -> None:
         self.num_reads_failed = 0
         self.num_blocks_read = 0
@@ -106,6 +108,7 @@ class Mover:
         self._make_transport = make_transport
         self._on_read = on_read
         self._on_fatal = on_fatal
+        self._on_polled = on_polled
         # Bounded by its users: at most one open read for each block, and a few others for each peer.
         self._commands: SimpleQueue[MoverAction | _Stop | _Died] = SimpleQueue()
         self._open: set[ReadId] = set()
@@ -174,7 +177,7 @@ class Mover:
             self.num_blocks_read += ended.num_blocks
             self.read_seconds += ended.duration_s
             num_bytes = ended.num_blocks * self._region.block_bytes
-            self.bandwidths.observe(ended.source, ended.route, num_bytes, ended.duration_s, first=ended.first)
+            self.bandwidths.observe(ended.source, ended.route, num_bytes, ended.duration_s)
             self._on_read(ended.read_id, None)
 
     def _begin(self, transport: Transport, worker: _Worker, metadata: bytes) -> None:
@@ -228,6 +231,7 @@ class Mover:
                 transport,
                 self._commands,
                 lambda ended: self._tell(self._report, ended),
+                lambda waiting: self._tell(self._on_polled, waiting),
                 self._region,
             )
             try:
@@ -252,16 +256,16 @@ class _Worker:
         transport: Transport,
         commands: SimpleQueue[MoverAction | _Stop | _Died],
         report: Callable[[_Ended], None],
+        report_poll: Callable[[frozenset[ReadId]], None],
         region: Region,
     ) -> None:
         self._transport = transport
         self._region = region
         self._commands = commands
         self._report = report
+        self._report_poll = report_poll
         self._open: dict[ReadId, tuple[Read, float, StartRead]] = {}
         self._refused_sources: dict[Incarnation, str] = {}
-        self._read_from: set[Incarnation] = set()
-        """Sources from which a read has arrived since they were added."""
         self.turn = 0
         """How often the thread has looked for a command. Another thread may read this and the next one."""
         self.at_work = False
@@ -292,6 +296,8 @@ class _Worker:
             self._report_ended()  # a read on the same host ends when it starts
             self._transport.poll()
             self._report_ended()
+            if isinstance(command, Poll):
+                self._report_poll(frozenset(read_id for read_id, (read, _, _) in self._open.items() if read.waiting))
 
     def close(self) -> None:
         """Close the transport, which ends every read. Then fail reads that are still pending: a bug has cut their start
@@ -328,9 +334,10 @@ class _Worker:
                     begin_s + num_blocks * self._region.block_bytes / READ_BYTES_PER_S if serving else None
                 )
             case DropSource(source):
-                self._read_from.discard(source)
                 self._refused_sources.pop(source, None)
                 self._transport.drop_source(source)
+            case Poll():
+                pass  # each turn ends with a poll
 
     def _start_read(self, command: StartRead) -> None:
         started_s = time.monotonic()
@@ -338,6 +345,9 @@ class _Worker:
         self._open[command.read_id] = (read, started_s, command)
         if command.source in self._refused_sources:
             read.fail(self._refused_sources[command.source])
+            return
+        if command.checksums is not None and self._region.device != "cpu":
+            read.fail(f"the source sends checksums, and this worker cannot verify any in {self._region.device} memory")
             return
         try:
             read = self._transport.start_read(command.source, command.source_blocks, command.sink_blocks)
@@ -355,10 +365,8 @@ class _Worker:
                 if error:
                     self._report(_Ended(read_id, read.source, error=error))
                     continue
-                first = read.source not in self._read_from
-                self._read_from.add(read.source)
                 route = self._transport.route(read.source)
-                self._report(_Ended(read_id, read.source, read.num_blocks, now_s - started_s, "", route, first))
+                self._report(_Ended(read_id, read.source, read.num_blocks, now_s - started_s, "", route))
 
     def _mismatch(self, command: StartRead) -> str:
         """A message about the first arrived block whose checksum differs from the source's; empty if there is none, or

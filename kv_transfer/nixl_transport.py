@@ -183,6 +183,7 @@ class NixlTransport:
         if not self._waiting and (source in self._links or self._make_room()):  # nobody overtakes those that wait
             self._post(read, source_blocks, sink_blocks)
         else:
+            read.waiting = True
             self._waiting.append(_Waiting(read, tuple(source_blocks), tuple(sink_blocks)))
         return read
 
@@ -231,6 +232,7 @@ class NixlTransport:
     def _post_waiting(self) -> None:
         while self._waiting and (self._waiting[0].read.source in self._links or self._make_room()):
             waiting = self._waiting.popleft()
+            waiting.read.waiting = False
             try:
                 self._post(waiting.read, waiting.source_blocks, waiting.sink_blocks)
             except TransferError as error:
@@ -279,7 +281,8 @@ class _Link:
         self._name = name
         self._region = region
         self._num_source_blocks = theirs.num_blocks
-        self._num_pieces = len(pieces(region.parts, list(starmap(RankPart, theirs.parts))))
+        found = pieces(region.parts, list(starmap(RankPart, theirs.parts)))
+        self._num_pieces, self._piece_bytes = len(found), sorted({each.stop - each.start for each in found})
         self._route = ReadRoute()
         self._agent = nixl.make_agent(name, region)
         self._alive = weakref.ref(self._agent.agent)
@@ -299,7 +302,7 @@ class _Link:
         if not self._route.wire:
             log = ucx_log()
             log.drain()
-            self._route = log.route(self._name, self._region.block_bytes, self._region.device)
+            self._route = log.route(self._name, self._piece_bytes, self._region.device)
         return self._route
 
     @property

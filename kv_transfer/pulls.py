@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Source
 from common.contract.messages.handoff import BlocksReady, OfferWithdrawn, PrefillDone, Settled
 from common.contract.messages.session import Welcome
 from common.contract.messages.worker import Tokens
@@ -35,6 +36,8 @@ from kv_transfer.events import (
     Connect,
     Consequence,
     DropSource,
+    Poll,
+    Polled,
     Pulled,
     PullFailed,
     PullOffered,
@@ -53,6 +56,10 @@ from kv_transfer.transport import ReadId
 
 log = logging.getLogger(__name__)
 
+MAX_POLL_GAP_S = 1.0
+"""Most seconds between two polls that count as time in which reads could end. In a longer gap this worker stood still,
+or the mover was busy registering memory."""
+
 Fits = Callable[[Sequence[Tokens]], bool]
 """Returns whether first tokens are those that were asked for."""
 Emit = Callable[[TransferAction | Consequence], None]
@@ -68,8 +75,9 @@ class _Read:
     """Index, in the sequence, of the first block that it reads."""
     agent: int | None
     """Number of the agent that reads (see `Pulls._agents`)."""
-    since: float
-    """When it began, or when its agent was last replaced."""
+    since_s: float
+    """The time by `Pulls._polled_s` when it began, was last seen to wait for reads from other sources, lost its pull,
+    or last had another chance: an earlier read from its source has arrived, or its agent was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +111,15 @@ class Pulls:
         """Address → the source there, while its link is open."""
         self._pulls: dict[RequestId, tuple[Pull, Fits | None]] = {}
         """Pulls that have neither settled nor been given up."""
-        self._quarantine: dict[Pull, float] = {}
-        """Abandoned pulls with reads under way → when they were abandoned, or when their agent was last replaced."""
+        self._quarantine: dict[Pull, None] = {}
+        """Abandoned pulls with reads under way."""
         self._reads: dict[ReadId, _Read] = {}
+        self._polling = False
+        """Whether the mover has been asked for a poll, and has not reported it."""
+        self._polled_at = clock()
+        """When it last reported one."""
+        self._polled_s = 0.0
+        """Seconds for which the mover has polled."""
         self._agents: dict[Incarnation, int] = {}
         """Source → number of the agent that reads from it, as long as one may."""
         self._agent_numbers = itertools.count(1)
@@ -167,20 +181,12 @@ class Pulls:
         """Give up a pull; inert if it is over."""
         self._do(pull, pull.abandon(cause, why))
 
-    def tick(self, now: float) -> None:
-        """Replace agents whose reads have lasted too long, or have kept blocks in quarantine for too long. Call this as
-        long as there are reads or quarantined blocks."""
-        overdue = {pull.source for pull, since in self._quarantine.items() if now - since > self._quarantine_bound_s}
-        overdue |= {read.pull.source for read in self._reads.values() if now - read.since > self._read_bound_s}
-        for source in overdue:
-            log.warning("a read from %s does not end: replacing the agent that reads from there", source)
-            self._replace_agent(source.incarnation)
-            for pull in self._quarantine:
-                if pull.source == source:
-                    self._quarantine[pull] = now
-            for read in self._reads.values():
-                if read.pull.source == source:
-                    read.since = now
+    def tick(self) -> None:
+        """Ask the mover for a poll: the time of reads runs only while it polls. Call this as long as there are
+        reads."""
+        if self._reads and not self._polling:
+            self._polling = True
+            self._emit(Poll())
 
     # --- events of the shell -------------------------------------------------------------------------------------
 
@@ -195,6 +201,8 @@ class Pulls:
                 self._on_source_lost(event)
             case ReadEnded():
                 self._on_read(event)
+            case Polled(waiting):
+                self._on_polled(waiting)
 
     def _on_source_opened(self, event: SourceOpened) -> None:
         """Attach every pull from this address, for the first time or again."""
@@ -246,12 +254,28 @@ class Pulls:
 
     def _renew_behind(self, ended: ReadId, pull: Pull) -> None:
         """The reads that were begun after one that has ended may have waited for it: their time begins now."""
-        now = self._clock()
         for read_id, read in self._reads.items():
             if read_id > ended and read.pull.source == pull.source:
-                read.since = now
-                if read.pull in self._quarantine:
-                    self._quarantine[read.pull] = now
+                read.since_s = self._polled_s
+
+    def _on_polled(self, waiting: Collection[ReadId]) -> None:
+        """Replace the agents whose reads have lasted too long, or have kept blocks in quarantine for too long."""
+        now = self._clock()
+        self._polled_s += min(now - self._polled_at, MAX_POLL_GAP_S)
+        self._polled_at, self._polling = now, False
+        overdue: set[Source] = set()
+        for read_id, read in self._reads.items():
+            bound_s = self._quarantine_bound_s if read.pull in self._quarantine else self._read_bound_s
+            if read_id in waiting:
+                read.since_s = self._polled_s
+            elif self._polled_s - read.since_s > bound_s:
+                overdue.add(read.pull.source)
+        for source in overdue:
+            log.warning("a read from %s does not end: replacing the agent that reads from there", source)
+            self._replace_agent(source.incarnation)
+        for read in self._reads.values():
+            if read.pull.source in overdue:
+                read.since_s = self._polled_s
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
@@ -281,7 +305,7 @@ class Pulls:
     def _do(self, pull: Pull, actions: Iterable[PullAction]) -> None:
         """Pass on the actions of a pull, whose state has changed."""
         now = self._clock()
-        self._enter(pull, now)
+        self._enter(pull)
         self._note(pull, now)
         for action in actions:
             match action:
@@ -299,17 +323,22 @@ class Pulls:
                     self._emit(PullFailed(pull, cause, message))
 
     def _read(self, pull: Pull, wanted: ReadBlocks, now: float) -> None:
+        if not self._reads:
+            self._polled_at = now  # no poll was asked for while no read was open
         read_id, source = ReadId(next(self._read_ids)), pull.source.incarnation
-        self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source), now)
+        self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source), self._polled_s)
         pull.times.read_begun(len(wanted.sink_blocks) * self._block_bytes, now)
         self._emit(StartRead(read_id, source, wanted.source_blocks, wanted.sink_blocks, wanted.checksums))
 
-    def _enter(self, pull: Pull, now: float) -> None:
+    def _enter(self, pull: Pull) -> None:
         """Move a pull to, or off, `_pulls` and `_quarantine`, by its state."""
         if pull.over:
             self._quarantine.pop(pull, None)
-        elif pull.state is PullState.ABANDONED:
-            self._quarantine.setdefault(pull, now)
+        elif pull.state is PullState.ABANDONED and pull not in self._quarantine:
+            self._quarantine[pull] = None
+            for read in self._reads.values():
+                if read.pull is pull:
+                    read.since_s = self._polled_s
         if pull.state in (PullState.SETTLED, PullState.ABANDONED) and self._has(pull):
             del self._pulls[pull.key.request]
 

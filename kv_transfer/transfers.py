@@ -23,6 +23,7 @@ from common.runtime.probes import counter, gauge
 from kv_transfer.events import (
     Connect,
     MoverAction,
+    Polled,
     ReadEnded,
     SendToSource,
     TransferEvent,
@@ -49,7 +50,7 @@ class Transfers:
         open_pulls: Callable[[str], Collection[RequestKey]],
     ) -> None:
         """`report` takes each event. `open_pulls` returns the pulls from an address that are not over."""
-        self.mover = Mover(region, make_transport, self._on_read, self.on_died)
+        self.mover = Mover(region, make_transport, self._on_read, self.on_died, self._on_polled)
         self.metadata = b""
         """What sinks need in order to read from this worker; known once started."""
         self._report = report
@@ -91,6 +92,9 @@ class Transfers:
 
     def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
         self._report(ReadEnded(read_id, None if error is None else str(error)))
+
+    def _on_polled(self, waiting: frozenset[ReadId]) -> None:
+        self._report(Polled(waiting))
 
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""

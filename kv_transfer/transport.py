@@ -43,12 +43,14 @@ class ReadState(StrEnum):
 class Read:
     """A read of blocks from one source. The mover's thread changes its state; nobody else does."""
 
-    __slots__ = ("error", "num_blocks", "source", "state")
+    __slots__ = ("error", "num_blocks", "source", "state", "waiting")
 
     def __init__(self, source: Incarnation, num_blocks: int) -> None:
         self.source = source
         self.num_blocks = num_blocks
         self.state = ReadState.PENDING
+        self.waiting = False
+        """Whether nothing has begun, because it waits for reads from other sources."""
         self.error = ""
         """Why it FAILED."""
 

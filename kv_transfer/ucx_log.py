@@ -17,14 +17,15 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kv_transfer.routes import ReadRoute, way_of
+from kv_transfer.routes import ReadRoute, Way, way_of
 
 MAX_TABLES = 1024
-"""Most tables that are kept: one for each agent that has begun to read and is not forgotten."""
+"""Most tables that are kept. An agent that has begun to read, and is not forgotten, has one for each pair of devices
+between which it reads."""
 
 _FILE_VARIABLE, _TABLES_VARIABLE = "UCX_LOG_FILE", "UCX_PROTO_INFO"
 _READS = "*memory*read*"
@@ -34,6 +35,8 @@ _PREFIX = re.compile(r"^\[\d+\.\d+\] \[[^\]]*\]\s*")
 _PEER = re.compile(r"(\S+) +(self|intra-node|inter-node) cfg#\d+")
 _LEVEL = re.compile(r"UCX\s+(FATAL|ERROR|WARN|DIAG|INFO|DEBUG|TRACE)")
 _LEVELS = {"FATAL": logging.ERROR, "ERROR": logging.ERROR, "WARN": logging.WARNING, "DIAG": logging.WARNING}
+_SLOWEST_FIRST = (Way.TCP, Way.UNKNOWN, Way.SHARED_MEMORY, Way.RDMA, Way.CUDA_IPC)
+"""An unknown way comes before those that `--require-rdma` may accept."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"(\d+)([KMG]?)")
 
@@ -43,8 +46,15 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Table:
     same_host: bool
+    device: str
+    """What memory is read into: "cpu" or "cuda"."""
     rows: list[tuple[int, float, str]] = field(default_factory=list)
     """(first, last, wire): the configuration of reads of `[first, last]` bytes."""
+
+    def route(self, num_bytes: int) -> ReadRoute:
+        """The route of reads of this size; unknown, without a wire, as long as UCX has not written the row."""
+        wire = next((wire for first, last, wire in self.rows if first <= num_bytes <= last), "")
+        return ReadRoute(way=way_of(wire), wire=wire, same_host=self.same_host)
 
 
 class UcxLog:
@@ -57,8 +67,8 @@ class UcxLog:
         self._position = 0
         self._rest = b""
         self._lock = threading.Lock()
-        self._tables: OrderedDict[tuple[str, bool], _Table] = OrderedDict()
-        """(the agent's name, cut off as UCX does, whether the table is of GPU memory) → table."""
+        self._tables: OrderedDict[tuple[str, str], _Table] = OrderedDict()
+        """(the agent's name, cut off as UCX does, title, which names both devices) → the latest table."""
         self._peer: tuple[str, str] | None = None
         self._rows: list[tuple[int, float, str]] | None = None
 
@@ -81,20 +91,24 @@ class UcxLog:
                 if os.fstat(self._file).st_size == self._position:
                     os.ftruncate(self._file, 0)  # UCX goes on at its position; the bytes before that take no memory
 
-    def route(self, agent: str, block_bytes: int, device: str) -> ReadRoute:
-        """How blocks come to the agent of this name, which reads from one source. Known once a read is posted."""
+    def route(self, agent: str, sizes: Sequence[int], device: str) -> ReadRoute:
+        """The slowest way by which reads of these sizes, in bytes, come into memory of `device` to the agent of this
+        name, which reads from one source. Known once a read of a block is posted, by which UCX has told the way between
+        all devices that take part."""
         with self._lock:
-            for (name, on_gpu), table in reversed(self._tables.items()):
-                if agent.startswith(name) and on_gpu == (device == "cuda"):
-                    wire = next((wire for first, last, wire in table.rows if first <= block_bytes <= last), "")
-                    return ReadRoute(way=way_of(wire), wire=wire, same_host=table.same_host)
-        return ReadRoute()
+            routes = [
+                table.route(size)
+                for (name, _), table in self._tables.items()
+                if agent.startswith(name) and table.device == device
+                for size in sizes
+            ]
+        return min(routes, key=lambda route: _SLOWEST_FIRST.index(route.way), default=ReadRoute())
 
     def forget(self, agent: str) -> None:
         """Drop the tables of an agent that is destroyed."""
         with self._lock:
-            for name, on_gpu in [key for key in self._tables if agent.startswith(key[0])]:
-                del self._tables[name, on_gpu]
+            for key in [key for key in self._tables if agent.startswith(key[0])]:
+                del self._tables[key]
 
     def _take(self, line: str) -> None:
         message = _PREFIX.sub("", line).rstrip()
@@ -113,10 +127,10 @@ class UcxLog:
             name, where = self._peer
             self._peer = None
             if cells[0].startswith("remote memory read") and where != "self":
-                table = _Table(same_host=where == "intra-node")
-                key = (name, "cuda" in cells[0])
-                self._tables.pop(key, None)
-                self._tables[key] = table
+                into = cells[0].partition(" into ")[2]
+                table = _Table(where == "intra-node", "cuda" if into.startswith("cuda") else "cpu")
+                self._tables.pop((name, cells[0]), None)
+                self._tables[name, cells[0]] = table
                 self._rows = table.rows
                 if len(self._tables) > MAX_TABLES:
                     self._tables.popitem(last=False)

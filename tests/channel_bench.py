@@ -175,7 +175,7 @@ class Worker:
         self._serving.cancel()
         await asyncio.wait([self._serving])
         if not goodbye:
-            self.server._sessions.clear()  # as if killed: nobody is told
+            self.server.abandon()
         await self.server.close()
         if not self._serving.cancelled():
             self._serving.result()

@@ -50,6 +50,7 @@ def request(
     tenant: str = "",
     salt: str = "",
     local: bool = False,
+    moving: bool = False,
     arrived: float = 0.0,
 ) -> DecodeRequest:
     """Of `text`, or so many tokens of its own; the last `num_output` of them the client has got already."""
@@ -69,6 +70,7 @@ def request(
         cache_salt=salt,
         source=None if local else AT,
         offered=None if local else RequestKey(RequestId(name), 1),
+        moving=moving,
     )
     pull = None if local else Pull(work.key, AT)
     return DecodeRequest(work, Incarnation("g"), 1e9, arrived, BlockChain(BLOCK_SIZE, salt), pull)

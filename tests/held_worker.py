@@ -101,6 +101,7 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
+        await made.close()
         await server.close()
 
 

@@ -133,6 +133,7 @@ class Engine:
             layout=SimpleNamespace(block_size=BLOCK_SIZE),
             cache=SimpleNamespace(num_blocks=num_blocks, device=SimpleNamespace(type="cpu")),
             num_host_blocks=num_host_blocks,
+            cpu_kernels=True,
         )
         self.costs = Costs()
         self.row_times = None
@@ -376,7 +377,7 @@ class Site:
         settings = DecodeSettings(**decided).on("cpu")
         self.core = DecodeCore(settings, self.engine, region)  # type: ignore[arg-type]
         with (
-            patch.object(transfers, "Mover", lambda region, make, on_read, on_died: Reads(self, on_read)),
+            patch.object(transfers, "Mover", lambda region, make, on_read, *_: Reads(self, on_read)),
             patch.object(transfers, "SourceLinks", lambda *options: Links(self, *options[7:9])),
         ):
             self.worker = WorkerShell(

@@ -289,7 +289,7 @@ def _product(case: Case) -> None:
     assert product is not None
     tiling = case.tiling or SkinnyTiling.untuned(product.num_columns, _PROCESSORS)
     assert isinstance(tiling, SkinnyTiling)
-    Scene(product, FEW_ROWS, torch.device("cpu"), copies=1).kernel_calls(tiling)[0]()
+    Scene(product, FEW_ROWS, torch.device("cpu"), copies=1, drawn=False).kernel_calls(tiling)[0]()
 
 
 def _binary(compiled: Any, capability: int) -> Binary:

@@ -70,14 +70,18 @@ MODELS = {
 class Scene:
     """Rows, and so many copies of a weight that none is found in a cache."""
 
-    def __init__(self, product: Product, rows: int, device: torch.device, copies: int | None = None) -> None:
+    def __init__(
+        self, product: Product, rows: int, device: torch.device, copies: int | None = None, *, drawn: bool = True
+    ) -> None:
+        """Numbers are drawn at random or, if not `drawn`, are those that the memory happens to hold."""
         torch.manual_seed(rows)
         sum_in_float32()  # torch's products are those of a worker
         self.product = product
         copies = num_copies(product.num_bytes) if copies is None else copies
 
         def random(*shape: int, std: float = 1.0) -> torch.Tensor:
-            return torch.empty(*shape, dtype=torch.bfloat16, device=device).normal_(std=std)
+            numbers = torch.empty(*shape, dtype=torch.bfloat16, device=device)
+            return numbers.normal_(std=std) if drawn else numbers
 
         self.x = random(rows, product.inputs)
         self.onto = random(rows, product.num_columns)

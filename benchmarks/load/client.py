@@ -14,7 +14,7 @@ from benchmarks.load.chunk import Done, Finished, StreamError, Text, Usage, erro
 from benchmarks.load.record import Outcome
 from benchmarks.load.sse import EventDecoder, MalformedStreamError
 
-_IDLE_CONNECTION_S = 4.0
+IDLE_CONNECTION_S = 4.0
 """Seconds for which an idle connection is kept: below the 5 s after which uvicorn closes it, so that no request is sent
 on a connection that is being closed."""
 _READ_BUFFER_BYTES = 2**20
@@ -30,7 +30,7 @@ async def open_session(api_key: str | None) -> AsyncIterator[aiohttp.ClientSessi
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "baton-bench"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_S)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers, read_bufsize=_READ_BUFFER_BYTES, trust_env=False

@@ -22,6 +22,7 @@ import uvloop
 from aiohttp import web
 
 from benchmarks.command import call
+from benchmarks.load.client import IDLE_CONNECTION_S
 
 MAX_BODY_BYTES = 64 * 2**20
 _TO_BE_DECODED = {
@@ -58,8 +59,9 @@ class Proxy:
         self._decode = decode
 
     async def lifetime(self, _: web.Application) -> AsyncIterator[None]:
-        """Hold the client session while the application runs; no limit on connections or on the length of a stream."""
-        connector = aiohttp.TCPConnector(limit=0)
+        """Hold the client session while the application runs; no limit on connections or on the length of a stream. A
+        connection is used again for as long as the load's client does: vLLM closes one that was idle for 5 s."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**18) as self._session:
             yield

@@ -37,6 +37,11 @@ Norms = tuple[torch.Tensor, torch.Tensor]
 class Backend(Protocol):
     """The operations of a layer. Used by one thread."""
 
+    @property
+    def invariant_run(self) -> int | None:
+        """Keys at whose multiples the contexts of decode tokens are cut, whatever the batch, on a GPU; None if the
+        batch decides."""
+
     def layers(
         self,
         weights: Sequence[LayerWeights],
@@ -120,6 +125,11 @@ class Backend(Protocol):
 
 class PlainProducts:
     """Layers one by one; products, and what comes before and after them, one by one."""
+
+    @property
+    def invariant_run(self) -> int | None:
+        """See `Backend.invariant_run`."""
+        return None
 
     def layers(
         self,

@@ -148,6 +148,8 @@ class Engine:
         assert device != "auto", "nobody has looked for a device"
         if device == "cuda" and settings.checksums:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise OperatorError("--device cuda: torch finds no GPU that it can use here; set --device cpu")
         if device == "cuda" and (capability := torch.cuda.get_device_capability()) != _TESTED:
             log.warning("the kernels have not been tested on a GPU of compute capability %d.%d", *capability)
         width = settings.tensor_parallel

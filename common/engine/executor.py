@@ -79,7 +79,7 @@ class Executor:
         config, cache = self.decoder.own_config, self.cache
         one_of_each = {window: config.windows.index(window) for window in config.windows}
         sizes = (cache.num_blocks, cache.layout.block_size, config.max_sequence_tokens)
-        for batch in decode_batches(*sizes, cache.device):
+        for batch in decode_batches(*sizes, cache.device, self.backend.invariant_run):
             q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
             for window, layer in one_of_each.items():
                 self.backend.attend(q_THD, cache.layer(layer), batch, window, config.head_dim**-0.5)

@@ -33,6 +33,7 @@ from common.engine.linear import multiplies_natively
 from common.engine.logprobs import Scores
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
+from common.engine.native.backend import NativeBackend
 from common.engine.orders import LeadingExecutor
 from common.engine.ragged import Rows
 from common.engine.ranks import GroupPlan, Ranks
@@ -169,6 +170,11 @@ class ModelRunner:
         """The KV cache that `step` reads and writes."""
         return self.executor.cache
 
+    @property
+    def cpu_kernels(self) -> bool | None:
+        """Whether the CPU computes with the kernels in C; None on a GPU."""
+        return isinstance(self.executor.backend, NativeBackend) if self.cache.device.type == "cpu" else None
+
     def objection(
         self, token_ids: Sequence[int], sampling: SamplingParams, prediction: Sequence[int] = ()
     ) -> str | None:
@@ -296,7 +302,7 @@ def load_runner(
         kv_cache_bytes = CPU_CACHE_BYTES
     if kv_cache_bytes is not None:
         _require_a_block(kv_cache_bytes, own_layout, width)
-    kernels = native.kernels() if on.type == "cpu" and cpu_kernels and native.serves(config.head_dim) else None
+    kernels = _kernels_for(config) if on.type == "cpu" and cpu_kernels else None
     if on.type == "cpu" and kernels is None and not multiplies_natively(TORCH_DTYPES[dtype]):
         _log.warning("this CPU has no instructions for %s: weights are held, and multiplied, in float32", dtype)
     if batch_invariant and on.type == "cpu" and kernels is None:
@@ -339,6 +345,15 @@ def load_runner(
         else:
             executor = LeadingExecutor(decoder, cache, swap, backend, together, ranks.orders)
         return ModelRunner(executor, grammars, stack.pop_all().close)
+
+
+def _kernels_for(config: ModelConfig) -> native.Kernels | None:
+    """The kernels in C for a model. Returns None, and logs a warning, if there are none."""
+    if native.serves(config.head_dim):
+        return native.kernels()
+    problem = f"no C kernels for the model's head dimension, {config.head_dim}, which is no multiple of 8 up to 512"
+    _log.warning("%s: the CPU computes more slowly, and a token's bits may depend on the others of its step", problem)
+    return None
 
 
 def _room(memory_of: Sequence[tuple[int, int]], share: float, used: int, reserve: int) -> int:

@@ -17,11 +17,17 @@ MOST_ROWS = 512
 """Decode tokens of the largest batch; larger batches have the same tiling."""
 _SHORTEST = 16
 """Length of the shortest sequences, in tokens; shorter ones have the same tiling."""
+_MOST_RUNS = 2048
+"""Most runs of a batch whose contexts are cut at fixed places. A GPU computes fewer at a time, so programs take them in
+turn, as they do in larger batches. The partial results of larger ones may take more memory than is left beside the KV
+cache."""
 
 
-def decode_batches(num_blocks: int, block_size: int, longest: int, device: torch.device) -> Iterator[RaggedBatch]:
+def decode_batches(
+    num_blocks: int, block_size: int, longest: int, device: torch.device, invariant_run: int | None = None
+) -> Iterator[RaggedBatch]:
     """Batches of decode tokens, for numbers and lengths up to what a cache of `num_blocks` can hold, in the steps of
-    `_steps_up`.
+    `_steps_up`. If contexts are cut at the multiples of `invariant_run` keys, none has more than `_MOST_RUNS` runs.
 
     The lengths are only for the host, which chooses the tiling. On the device each token is the first of its sequence,
     in block 0.
@@ -31,7 +37,8 @@ def decode_batches(num_blocks: int, block_size: int, longest: int, device: torch
     tables = torch.zeros(1, -(-longest // block_size), dtype=torch.int64, device=device)
     for num in _steps_up(min(MOST_ROWS, num_blocks)):
         for length in lengths:
-            yield _batch(num, length, block_size, tables)
+            if invariant_run is None or num * -(-length // invariant_run) <= _MOST_RUNS:
+                yield _batch(num, length, block_size, tables)
 
 
 def few_rows(block_size: int, device: torch.device) -> Iterator[RaggedBatch]:

@@ -55,26 +55,40 @@ _TOKENIZER_PARTS = (
 _VOLATILE_TOKENIZER_KEYS = frozenset({"chat_template", "name_or_path", "transformers_version"})
 
 
-def resolve_model(name: str, *, weights: bool) -> Path:
+def resolve_model(name: str, revision: str | None = None, *, weights: bool) -> Path:
     """The folder of a model. `name` is `demo`, a folder, or a hub id (downloaded once, into the hub's own cache).
 
-    `weights` is False for a process that needs only the tokenizer and the configuration. Raises `OperatorError`.
+    `revision` is a commit, a tag or a branch of a hub id; None: what its branch `main` is now. The folder has the name
+    of the commit. `weights` is False for a process that needs only the tokenizer and the configuration. Raises
+    `OperatorError`.
     """
+    folder = _local_folder(name)
+    if folder is None:
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise OperatorError(f"model {name!r} is neither a folder nor a hub id of the form owner/name")
+        return _download(name, revision, weights)
+    if revision is not None:
+        raise OperatorError(f"--revision {revision}: only a hub id has revisions, and {name} is a local model")
+    if not (folder / "config.json").is_file():
+        raise OperatorError(f"model folder {name} has no config.json")
+    _require_regular_files(folder)
+    return folder.resolve()
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the hub is asked for the model of this name. Raises `OperatorError` if it can be no name of a model."""
+    return _local_folder(name) is None
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that a model is in without the hub; None if there is none. Raises `OperatorError`."""
     if name == DEMO_MODEL:
         return DEMO_FOLDER
     try:
         folder = Path(name).expanduser()
-        found = folder.is_dir()
+        return folder if folder.is_dir() else None
     except (OSError, RuntimeError) as error:
         raise OperatorError(f"model {name[:100]!r} is no usable path: {error}") from error
-    if found:
-        if not (folder / "config.json").is_file():
-            raise OperatorError(f"model folder {name} has no config.json")
-        _require_regular_files(folder)
-        return folder.resolve()
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise OperatorError(f"model {name!r} is neither a folder nor a hub id of the form owner/name")
-    return _download(name, weights)
 
 
 def _require_regular_files(folder: Path) -> None:
@@ -85,17 +99,16 @@ def _require_regular_files(folder: Path) -> None:
                 raise OperatorError(f"{path} is no regular file")
 
 
-def _download(hub_id: str, weights: bool) -> Path:
+def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = TOKENIZER_FILES + (WEIGHT_FILES if weights else [])
     try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=patterns))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises a dozen unrelated types; each means the same to the operator
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OperatorError(
-            f"model {hub_id!r} is no local folder and could not be had from the hub: {reason}"
-        ) from error
+        wanted = repr(hub_id) if revision is None else f"{hub_id!r} at revision {revision}"
+        raise OperatorError(f"model {wanted} is no local folder and could not be had from the hub: {reason}") from error
     # The revision is logged for people only; workers compare hashes of the files.
     log.info("%s at revision %s", hub_id, folder.name)
     return folder

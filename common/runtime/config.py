@@ -62,6 +62,9 @@ class ProcessSettings(BaseSettings):
     model_config = with_prefix(ENV_PREFIX)
 
     model: str = Field(DEMO_MODEL, description="demo, a Hugging Face folder, or a hub id")
+    revision: str | None = Field(
+        None, min_length=1, description="commit, tag or branch of a hub id (none: its branch main)"
+    )
     log_level: LogLevel = Field("info", description="least severe level that is logged")
     log_format: LogFormat = Field("text", description="text, or json: one object a line")
     heartbeat_interval_s: float = Field(0.25, gt=0, le=60, description="seconds between heartbeats")

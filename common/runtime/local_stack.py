@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.contract.errors import OperatorError
-from common.runtime.checkpoint import DEMO_FOLDER, resolve_model
+from common.runtime.checkpoint import DEMO_FOLDER, is_hub_id, resolve_model
 from common.runtime.clock import monotonic
-from common.runtime.config import ENV_PREFIX, ServeSettings, load
+from common.runtime.config import ENV_PREFIX, GatewaySettings, ServeSettings, load
 from common.runtime.cores import cores_here
 from common.runtime.gpus import VISIBLE, gpus_here, placed
 from common.runtime.lifecycle import Announcer, end_with_parent, exit_on_operator_error, run
@@ -89,6 +89,7 @@ class LocalStack:
         common = ["--model", settings.model, "--log-level", settings.log_level, "--log-format", settings.log_format]
         common += ["--heartbeat-interval-s", str(settings.heartbeat_interval_s)]
         common += ["--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)]
+        common += [] if settings.revision is None else ["--revision", settings.revision]
         common += [] if settings.curve_keys is None else ["--curve-keys", settings.curve_keys]
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         places = placed([width_of[pool] for pool, _ in workers], gpus_here())
@@ -304,8 +305,9 @@ def refuse_variables_of_the_stack(settings: ServeSettings) -> None:
         raise OperatorError(
             f"{', '.join(found)}: baton serve decides these itself (the ranks of a worker by --prefill-tp, --decode-tp)"
         )
-    with contextlib.suppress(KeyError, ValueError):  # the gateway says so if it is no number
-        promised_s = float(os.environ[f"{ENV_PREFIX}SHUTDOWN_GRACE_S"])
+    default_s = GatewaySettings.model_fields["shutdown_grace_s"].default
+    with contextlib.suppress(ValueError):  # the gateway says so if it is no number
+        promised_s = float(os.environ.get(f"{ENV_PREFIX}SHUTDOWN_GRACE_S", default_s))
         if promised_s >= settings.grace_s:
             raise OperatorError(f"--grace-s must be more than the {promised_s:g} s of {ENV_PREFIX}SHUTDOWN_GRACE_S")
 
@@ -371,7 +373,9 @@ def main() -> None:
         settings = load(ServeSettings, "baton serve", sys.argv[1:])
         refuse_variables_of_the_stack(settings)
         require_worker_packages(settings.transport, settings.device)
-        folder = resolve_model(settings.model, weights=True)
+        folder = resolve_model(settings.model, settings.revision, weights=True)
+        if is_hub_id(settings.model):  # a process that is restarted must not look up what the hub has by then
+            settings = settings.model_copy(update={"revision": folder.name})
         configure_logging(settings.log_level, "baton serve", settings.log_format)
         end_with_parent(settings.end_with_parent)
         run(lambda stop: serve(settings, stop, demo=folder == DEMO_FOLDER))

@@ -111,7 +111,7 @@ class ProbeServer:
     def __init__(self) -> None:
         self.probed: Probed | None = None
         self.stopping = False
-        """Set at SIGTERM: the process is then alive but not ready."""
+        """Set when the process ends, as at SIGTERM: it is then alive but not ready."""
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._connections: dict[_Connection, None] = {}

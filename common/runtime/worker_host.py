@@ -52,7 +52,10 @@ class Worker(ServerHandler, Probed, Protocol):
     """A role: its callbacks for clients, the state that it shows its operator, and the loops that it runs."""
 
     async def run(self) -> None:
-        """Work until cancelled, then release everything."""
+        """Work until cancelled. Raises what the worker cannot go on after, such as an exception in a step."""
+
+    async def close(self) -> None:
+        """Release everything, after `run`."""
 
     def drain(self) -> None:
         """Accept no new work; finish the present work, hand it over or hand it back."""
@@ -88,19 +91,27 @@ class WorkerHost:
         self._announcer.say(loaded=done, total=total)
 
     async def serve(self, worker: Worker, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, or a loop of the worker fails."""
+        """Serve until `stop` is set, and drain. If anything fails before that is done, the worker's clients see a
+        crash, and suspect the requests that it had; after a Goodbye they would suspect none."""
         freeze_startup_objects()
         self._probes.probed = worker
         self._announcer.say(ready=True)
         log.info("ready")
-        async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(self.server.run(worker)), tasks.create_task(worker.run())]
-            await stop.wait()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(self.server.run(worker)), tasks.create_task(worker.run())]
+                await stop.wait()
+                self._probes.stopping = True
+                await self._drain(worker)
+                log.info("stopping")
+                for loop in loops:
+                    loop.cancel()
+        except BaseException:
             self._probes.stopping = True
-            await self._drain(worker)
-            log.info("stopping")
-            for loop in loops:
-                loop.cancel()
+            self.server.abandon()  # before the worker is closed: that may take half a minute, and nobody computes
+            raise
+        finally:
+            await worker.close()
 
     async def _drain(self, worker: Worker) -> None:
         """Let the worker finish its requests, or hand them over, within `drain_grace_s`; then fail the others."""
@@ -140,7 +151,8 @@ def run_worker(
 
     async def make(settings: _Settings, host: WorkerHost) -> Worker:
         # A download may never end, and a process that is stopped must not wait for it.
-        finding = DaemonThreads(1, "find-model").submit(lambda: resolve_model(settings.model, weights=True))
+        threads = DaemonThreads(1, "find-model")
+        finding = threads.submit(lambda: resolve_model(settings.model, settings.revision, weights=True))
         folder = await asyncio.wrap_future(finding)
         with collector_paused():
             return await make_worker(settings, host, folder)

@@ -55,7 +55,7 @@ class Exchange:
 
     def tick(self, now: float) -> None:
         """End what is overdue at `now`."""
-        self.pulls.tick(now)
+        self.pulls.tick()
         self.lender.expire(now)
 
     def counts(self) -> Mapping[str, object]:

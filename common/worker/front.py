@@ -28,7 +28,7 @@ from common.scheduling.trials import TrialFeed, Trials
 from common.worker.agenda import Agenda
 from common.worker.events import Event, SessionOpened
 from common.worker.exchange import Exchange
-from kv_transfer.events import Consequence, ReadEnded, Released, SourceLost, SourceOpened, SourceReceived
+from kv_transfer.events import Consequence, Polled, ReadEnded, Released, SourceLost, SourceOpened, SourceReceived
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Front(Generic[_Request]):
     def handle(self, event: Event | Consequence) -> None:
         """An event or a consequence that means the same in both roles."""
         match event:
-            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
+            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded() | Polled():
                 self._exchange.pulls.handle(event)
             case Released(block_ids):
                 self._pool.release(block_ids)

@@ -182,15 +182,16 @@ class WorkerShell:
         await self._transfers.start()
 
     async def run(self) -> None:
-        """Work until cancelled."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._step_loop())
-                tasks.create_task(self._tick_loop())
-                tasks.create_task(self._transfers.run())
-        finally:
-            await self._transfers.close()
-            self._engine.close()
+        """Work until cancelled. Raises the exception of a step, of the core, or of the transfers."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._step_loop())
+            tasks.create_task(self._tick_loop())
+            tasks.create_task(self._transfers.run())
+
+    async def close(self) -> None:
+        """End every read, every link, and the engine's thread, after `run`."""
+        await self._transfers.close()
+        self._engine.close()
 
     async def _step_loop(self) -> None:
         """Hand steps to the engine. If it runs ahead, the next step is planned while the last one runs."""
@@ -315,6 +316,7 @@ class WorkerShell:
             "safe_to_delete": phase is Phase.DRAINED,
             "transport": self._settings.transport,
             "ranks": self._settings.tensor_parallel,
+            "cpu_kernels": self._engine.runner.cpu_kernels,
             **self._transfers.mover.bandwidths.state(),
             **self.core.counts(),
         }
@@ -332,6 +334,8 @@ class WorkerShell:
         yield counter("baton_engine_busy_seconds", "Time in engine steps.", engine.busy_s)
         yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
         yield gauge("baton_ranks", "Ranks of this worker.", self._settings.tensor_parallel)
+        if (in_c := engine.runner.cpu_kernels) is not None:
+            yield gauge("baton_cpu_kernels", "1 if the CPU computes with the kernels in C, 0 if with torch.", in_c)
         yield counter("baton_grammar_masks", "Masks made for texts that follow a grammar.", masks.num_made)
         yield counter("baton_grammar_masks_late", "Masks that a step has waited for in vain.", masks.num_late)
         yield counter("baton_grammars_given_up", "Texts that could not go on, by bound.", masks.given_up, "bound")

@@ -293,7 +293,8 @@ class Model(_Answer):
     created: int
     owned_by: str
     max_model_len: int
-    """Most tokens of prompt and output together."""
+    """The model's context, or the operator's limit: most tokens of prompt and output together. Workers with small KV
+    caches take less."""
 
 
 class ModelList(_Answer):
@@ -309,6 +310,8 @@ class Tokenized(_Answer):
     tokens: Sequence[int]
     count: int
     max_model_len: int
+    token_strs: NotRequired[Sequence[str]]
+    """Each token as the vocabulary spells it, if that was asked for."""
 
 
 class DetokenizedText(_Answer):

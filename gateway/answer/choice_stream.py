@@ -152,6 +152,7 @@ class _Prompts:
                 continues=generation.token_ids if job.continues else (),
                 with_token_ids=job.prompt_ids is not None,
                 num_before=len(echo) if job.reports_prompt else 0,
+                stop_token_ids=generation.sampling.stop_token_ids,
             )
             for choice in self._choices_of(number)
         ]

@@ -25,7 +25,8 @@ class Rebind:
     decode: WorkerView
 
 
-_ONE_TOKEN = Ask(num_tokens=1)
+_ONE_TOKEN = Ask(num_tokens=1, tier=Tier.INTERACTIVE)
+"""The least that a sequence can ask for."""
 Route = Handoff | Local | Rebind
 
 
@@ -92,7 +93,9 @@ class Candidates:
         if leaving.welcome is None or leaving.load is None or leaving.load.phase is Phase.SERVING:
             return False
         others = self._rows(Caution(fingerprint=leaving.welcome.fingerprint), _ONE_TOKEN)
-        return any(worker.has_room(_ONE_TOKEN.num_tokens) for worker in self._registry.table.views(others))
+        return any(
+            worker.has_room(_ONE_TOKEN.num_tokens, _ONE_TOKEN.tier) for worker in self._registry.table.views(others)
+        )
 
     def refuge(
         self,
@@ -110,7 +113,7 @@ class Candidates:
         others = {
             row: worker.life
             for row, worker in zip(rows.tolist(), self._registry.table.views(rows), strict=True)
-            if worker.address != address and worker.has_room(ask.num_tokens)
+            if worker.address != address and worker.has_room(ask.num_tokens, tier)
         }
         untried = [row for row, life in others.items() if life not in choice.bad_sinks]
         if not untried:

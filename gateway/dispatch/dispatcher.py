@@ -108,7 +108,7 @@ class Dispatcher(Collector):
         that exist. Each is one handoff, however many choices it has."""
         self._num_handoffs = 0
         self.recovery = RecoveryMetrics()
-        self.tally = Tally(failures=self.recovery.failovers)
+        self.tally = Tally(failures=self.recovery.failovers, moves=self.recovery.moves)
 
     # --- the Generator -------------------------------------------------------------------------------------------
 
@@ -158,10 +158,10 @@ class Dispatcher(Collector):
             admittance.opened_at = now
         elif now >= admittance.opened_at + generation.budget_s:
             raise GenerationFailed(Cause.DEADLINE, "the request's time ran out before this prompt's turn")
-        request = OpenRequest(Flow(generation, admitted=admittance.taken, tally=self.tally))
+        request = OpenRequest(Flow(generation, admitted=admittance.taken, tally=self.tally), now)
         if self._registry.block_size:  # else once there is a worker
             request.hash_prompt(self._registry.block_size)
-        generation.waterfall.opened(now)
+        generation.waterfall.opened(admittance.opened_at)
         self._open[request] = None
         self._watch(request)
         self._carry_out_all(request, request.flow.begin())
@@ -370,10 +370,10 @@ class Dispatcher(Collector):
         return self.links.may_have_crashed(source.life.address) or (message.cause is Cause.TRANSFER and not late)
 
     def _note(self, request: OpenRequest, attempt: Attempt, assignment: Assignment, message: Message) -> None:
-        """Count a handoff or a move that succeeds or fails with this message, and note what a refusal says of the
-        worker."""
-        address, first = assignment.life.address, not attempt.decode_has_spoken
-        if isinstance(message, Tokens) and assignment.role is Role.DECODE and first:
+        """Count a handoff or a move that succeeds with this message, and note what a refusal says of the worker."""
+        address = assignment.life.address
+        first = assignment is attempt.decode and not attempt.decode_has_spoken
+        if isinstance(message, Tokens) and first and message.choice in attempt.choices:
             if attempt.prefill is not None:
                 self._num_handoffs += 1
                 if attempt.prefill.life.address in self._registry.workers:
@@ -385,8 +385,6 @@ class Dispatcher(Collector):
                 last_at = request.flow.generation.waterfall.last_token_of(message.choice)
                 self.recovery.pause.observe(self._clock() - last_at)
         elif isinstance(message, Failed):
-            if attempt.moving is not None and first:
-                self.recovery.moves["stayed"] += 1
             if message.cause is Cause.CAPACITY and attempt.moving is not None:
                 self._registry.no_room(address, assignment.num_tokens, self._clock())
             elif message.cause is Cause.DRAINING:

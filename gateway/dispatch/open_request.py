@@ -25,6 +25,8 @@ class OpenRequest:
     """A flow, and the client task that waits for it. When what happened is in the generation's waterfall."""
 
     flow: Flow
+    opened_at: float
+    """Monotonic seconds at which the dispatcher received it."""
     block_size: int = 0
     """That of the workers; 0 until the request is placed."""
     block_hashes: Sequence[BlockHash] = ()
@@ -51,13 +53,6 @@ class OpenRequest:
         # The last token is computed in any case, because its logits are needed.
         chain.extend(generation.token_ids, len(generation.token_ids) - 1)
         self.block_size, self.block_hashes = block_size, chain.hashes
-
-    @property
-    def opened_at(self) -> float:
-        """Monotonic seconds at which the dispatcher received it."""
-        opened_at = self.flow.generation.waterfall.opened_at
-        assert opened_at is not None
-        return opened_at
 
     @property
     def deadline(self) -> float:

@@ -27,7 +27,7 @@ class RecoveryMetrics:
     failovers: Counter[Cause] = field(default_factory=Counter)
     """Failed attempts that were followed by another, by cause."""
     moves: Counter[str] = field(default_factory=Counter)
-    """Running sequences that were to leave a draining worker, by outcome: moved or stayed."""
+    """Moves of running sequences from draining workers, by how they ended: moved or stayed."""
     trials: Counter[Suspicion] = field(default_factory=Counter)
     """Prompts and sequences given to workers, by how they are tried."""
     resume: Histogram = field(
@@ -48,7 +48,8 @@ class RecoveryMetrics:
         text = "Attempts that failed and were followed by another."
         yield counter("baton_gateway_failovers", text, failovers, "cause")
         moves = {end: self.moves[end] for end in ("moved", "stayed")}
-        yield counter("baton_gateway_moves", "Running sequences that were to leave a draining worker.", moves, "end")
+        text = "Moves of running sequences from draining workers, by how they ended."
+        yield counter("baton_gateway_moves", text, moves, "end")
         trials = {level.value: self.trials[level] for level in (Suspicion.GROUP, Suspicion.ALONE)}
         yield counter(
             "baton_gateway_trials", "Suspects that workers were given, by how they are tried.", trials, "level"

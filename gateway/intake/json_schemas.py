@@ -1,7 +1,9 @@
-"""Refuses JSON schemas that the grammar library accepts but does not enforce, or that cost it unbounded work."""
+"""Refuses JSON schemas that the grammar library accepts but does not enforce, or that cost it unbounded work; and takes
+out of them what restricts nothing, but which the library would refuse."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """Keywords whose value maps names to schemas."""
 _LITERAL = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are not schemas."""
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Formats of strings that the library knows, and enforces."""
 _REGEX_PART = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}|([av])|.)", re.DOTALL
 )
@@ -56,13 +60,26 @@ def refuse_unenforceable(schema: dict[str, Any]) -> None:
         raise ValueError(f"multipleOf: all of them together have multiples of more than {_MAX_MULTIPLE}")
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def without_unknown_formats(schema: dict[str, Any], text: str) -> str:
+    """The `text` of a schema, which was read as `schema`, without formats that the library does not know. Such a format
+    describes strings and restricts none of them, as JSON Schema has it. Changes `schema`."""
+    unknown = [
+        part
+        for part in _parts(schema, with_literals=False)
+        if isinstance(part.get("format"), str) and part["format"] not in _FORMATS
+    ]
+    for part in unknown:
+        del part["format"]
+    return json.dumps(schema, ensure_ascii=False) if unknown else text
+
+
+def _parts(schema: dict[str, Any], *, with_literals: bool = True) -> Iterator[dict[str, Any]]:
     """The schema and all schemas in it, including every place that a `$ref` can name. If there is one, what looks like
-    a schema within a literal is taken for one, too."""
+    a schema within a literal is taken for one, too, unless `with_literals` is false."""
     left: list[Any] = [schema]
     literals: list[Any] = []
     refers = False
-    while left or (refers and literals):
+    while left or (with_literals and refers and literals):
         part = (left or literals).pop()
         if isinstance(part, list):
             left += part

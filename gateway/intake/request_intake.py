@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from common.contract.sampling import SamplingParams
 from gateway.api_settings import ApiSettings
+from gateway.intake.conversations import Conversations, ending_of
 from gateway.intake.field_types import Prompt
 from gateway.intake.ignored_fields import IGNORED_FIELDS
 from gateway.intake.length_limit import TOKEN_ID_BYTES, LengthLimit, most_tokens, too_long
 from gateway.intake.schemas import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -23,12 +23,12 @@ from gateway.intake.schemas import (
 )
 from gateway.intake.structured_output import grammar_of
 from gateway.intake.tool_grammar import chat_grammar
-from gateway.intake.tool_schemas import Tool, usable_tools
+from gateway.intake.tool_schemas import usable_tools
 from gateway.serving.generation import Admittance, Generation
 from gateway.text.answer_parts import AnswerPlan
 from gateway.text.detokenizer import TokenDecoder
 from gateway.text.dialect import Dialect
-from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, PromptEnding, TextTooLong
+from gateway.text.tokenizer import ModelTokenizer, TextTooLong
 from gateway.web.http_errors import ApiError, invalid
 
 COMPLETION_MAX_TOKENS = 16
@@ -53,9 +53,6 @@ _EFFORTS: Final = ("reasoning_effort", "verbosity")
 
 _LONG_CHARS: Final = 2048
 """Texts of at least this many characters together are charged before they are tokenised."""
-_SHORT_MESSAGES: Final = 8
-_SHORT_CHARS: Final = 2048
-"""A conversation of at most so many messages and characters is short: it is rendered on the event loop's thread."""
 
 
 class Job(NamedTuple):
@@ -128,6 +125,7 @@ class Intake:
         self._limits = settings.limits
         self._most_bytes = settings.limits.max_answer_bytes
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
+        self._conversations = Conversations(tokenizer, self._dialect)
 
     async def completion(self, form: CompletionRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation for each prompt."""
@@ -183,8 +181,8 @@ class Intake:
         tools = usable_tools(form)
         switches = form.switches()
         IGNORED_FIELDS.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
-        ending = _ending(form)
-        prompt = await self._render(form.messages, tools, switches, ending)
+        ending = ending_of(form)
+        prompt = await self._conversations.render(form.messages, tools, switches, ending)
         context = self._context()
         token_ids = await self._rendered_tokens(prompt, "messages", context, charge)
         grammar = await chat_grammar(form, self._dialect, prompt)
@@ -211,7 +209,7 @@ class Intake:
             raise invalid("prompt", "give either prompt or messages")
         most = self._limits.max_sequence_tokens
         if form.messages is not None:
-            prompt = await self._render(form.messages, form.tools or (), form.chat_template_kwargs or {})
+            prompt = await self._conversations.render(form.messages, form.tools or (), form.chat_template_kwargs or {})
             token_ids = await self._rendered_tokens(prompt, "messages", most, charge)
         else:
             assert form.prompt is not None
@@ -294,35 +292,6 @@ class Intake:
             raise too_long("prediction", len(token_ids), context)
         self._check_vocabulary(token_ids, "prediction")
         return tuple(token_ids)
-
-    async def _render(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Tool],
-        switches: Mapping[str, Any],
-        ending: PromptEnding = "answer",
-    ) -> str:
-        """Render a conversation with the chat template, as the model reads it."""
-        for name in switches:
-            if not self._tokenizer.takes_switch(name):
-                raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name[:64]!r} is not a request's to set")
-        if tools and not self._dialect.takes_tools:
-            raise invalid("tools", "tools: this model's chat template does not tell the model of functions")
-
-        def render() -> str:
-            return self._tokenizer.render_chat(
-                [message.for_template() for message in messages],
-                [tool.for_template() for tool in tools],
-                switches,
-                ending,
-            )
-
-        try:
-            if _is_short(messages, tools, switches):
-                return render()
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizer.threads, render)
-        except ChatTemplateError as error:
-            raise invalid("messages", str(error)) from error
 
     def _generation(
         self,
@@ -421,24 +390,6 @@ class Intake:
             continues=continues,
             generates_nothing=form.max_tokens == 0,
         )
-
-
-def _is_short(messages: Sequence[ChatMessage], tools: Sequence[Tool], switches: Mapping[str, Any]) -> bool:
-    """Whether a conversation is rendered sooner than a thread is reached."""
-    if tools or len(messages) > _SHORT_MESSAGES or not all(isinstance(value, bool) for value in switches.values()):
-        return False
-    plain = all(each.tool_calls is None and each.reasoning_content is each.reasoning is None for each in messages)
-    return plain and sum(len(each.content or "") for each in messages) < _SHORT_CHARS
-
-
-def _ending(form: ChatRequest) -> PromptEnding:
-    if not form.continue_final_message:
-        return "nothing" if form.add_generation_prompt is False else "answer"
-    if form.add_generation_prompt:
-        raise invalid("add_generation_prompt", "add_generation_prompt contradicts continue_final_message")
-    if form.messages[-1].tool_calls:
-        raise invalid("continue_final_message", "continue_final_message: the last message ends with calls")
-    return "message"
 
 
 def _cache_salt(tenant: str, cache_salt: str | None) -> str:

@@ -369,6 +369,8 @@ class TokenizeRequest(_Body):
     messages: Messages | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateSwitches | None = None
+    return_token_strs: bool | None = None
+    """Also report each token as the vocabulary spells it, as in vLLM."""
 
 
 class DetokenizeRequest(_Body):

@@ -6,8 +6,6 @@ The constraint comes from OpenAI's `response_format`, or from vLLM's equivalent 
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import re
 from collections.abc import Callable
@@ -15,43 +13,30 @@ from collections.abc import Callable
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from common.contract.errors import Cause
 from common.contract.sampling import MAX_GRAMMAR_CHARS
-from common.runtime.daemon_threads import DaemonThreads
-from common.runtime.grammar_limits import STACK_BYTES, grammar_limits
+from common.runtime.grammar_limits import grammar_limits
 from gateway.intake.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
 from gateway.intake.field_types import MAX_TEXT_CHARS
-from gateway.intake.json_schemas import refuse_unenforceable
+from gateway.intake.grammar_checks import checked
+from gateway.intake.json_schemas import refuse_unenforceable, without_unknown_formats
 from gateway.intake.schemas import SamplingFields, StructuredOutputs
-from gateway.web.http_errors import ApiError, invalid
+from gateway.web.http_errors import invalid
 
-COMPILE_TIMEOUT_S = 2.0
-"""Time limit of a check. A client whose check exceeds it may retry; the library's own bounds, which do not depend on
-time, decide what is refused."""
-MAX_WAIT_S = 5.0
-"""Longest wait for a thread; after it the client may retry."""
-MAX_WAITING = 64
-"""Most requests that wait for a thread at once."""
-_BUSY = "too many grammars and schemas are being checked"
 _WHITESPACE = r"( |\n {0,32})"
 """White space between the parts of a JSON text: none, or enough to indent it. It is bounded, because some models would
 generate white space without end."""
 _ESCAPES = 'nrbtf\\"'
 """Escapes allowed in JSON strings. Numeric escapes are excluded, so that each name has one spelling and names that are
 already used can be told from others."""
-_MAX_ERROR_CHARS = 500
-_THREADS = DaemonThreads(2, "grammar", STACK_BYTES)
-"""Threads of this module only, so that long checks delay no other request's tokens."""
 _BYTES = LLTokenizer("byte")
 """Sufficient to check whether a grammar can be followed."""
 _NAMES_TOKENS = re.compile("unknown special token|Token range")
 """Errors that only the model's own tokenizer could avoid."""
 _INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
-_LARK_BEGINNING = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
-"""Tells Lark's notation from GBNF, as the library does."""
+_LARK_BEGINNING = re.compile(r"^[^\S\n]*(?:%llguidance\b|[?!]?start\s*(?:\[[^\]\n]*\]\s*)?:)", re.MULTILINE)
+"""Tells Lark's notation, in which every grammar has a rule `start`, from GBNF, in which none may have one."""
 _MAX_GBNF_RULES = 500
 """The library's conversion takes time quadratic in the number of rules."""
-_num_waiting = 0
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -69,7 +54,7 @@ async def grammar_of(form: SamplingFields) -> str | None:
     if len(text) > MAX_TEXT_CHARS:
         raise invalid(param, f"{param}: {len(text)} characters, at most {MAX_TEXT_CHARS}")
     refuse_contradictions(form, param)
-    return await checked(param, functools.partial(compile_grammar, kind, text))
+    return await checked(param, compile_grammar, kind, text)
 
 
 def refuse_contradictions(form: SamplingFields, param: str) -> None:
@@ -78,49 +63,6 @@ def refuse_contradictions(form: SamplingFields, param: str) -> None:
         raise invalid("min_tokens", f"min_tokens does not go together with {param}, which says where an answer may end")
     if form.ignore_eos:
         raise invalid("ignore_eos", f"ignore_eos does not go together with {param}, which says where an answer ends")
-
-
-async def checked(param: str, compile_it: Callable[[], tuple[str, str]]) -> str:
-    """The grammar that `compile_it` returns with an error message or "". Raises `ApiError` for an error, or if it takes
-    too long."""
-    compiled = await _begun(compile_it)
-    try:
-        async with asyncio.timeout(COMPILE_TIMEOUT_S):
-            grammar, error = await compiled
-    except TimeoutError:
-        message = f"{param}: {_BUSY}, and this took more than {COMPILE_TIMEOUT_S:g} s"
-        raise ApiError(429, message, param=param, code=Cause.CAPACITY) from None
-    if error:
-        raise invalid(param, f"{param}: {error[:_MAX_ERROR_CHARS]}")
-    return grammar
-
-
-async def _begun(compile_it: Callable[[], tuple[str, str]]) -> asyncio.Future[tuple[str, str]]:
-    """Submit work to a thread of this module, and return its future once it has begun. Raises `ApiError`, a 429, after
-    `MAX_WAIT_S`, or if `MAX_WAITING` requests wait already."""
-    global _num_waiting
-    busy = ApiError(429, _BUSY, code=Cause.CAPACITY)
-    if _num_waiting >= MAX_WAITING:
-        raise busy
-    loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
-
-    def work() -> tuple[str, str]:
-        loop.call_soon_threadsafe(has_begun.set)
-        return compile_it()
-
-    compiled = _THREADS.submit(work)
-    _num_waiting += 1
-    try:
-        async with asyncio.timeout(MAX_WAIT_S):
-            await has_begun.wait()
-    except BaseException as error:
-        compiled.cancel()
-        if isinstance(error, TimeoutError):
-            raise busy from None
-        raise
-    finally:
-        _num_waiting -= 1
-    return asyncio.wrap_future(compiled)
 
 
 def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
@@ -153,7 +95,6 @@ def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
     return wanted
 
 
-@functools.lru_cache(maxsize=32)
 def compile_grammar(kind: str, text: str) -> tuple[str, str]:
     """The grammar of a text, and an error message or "". `kind` is "json_schema", "regex", "choice" or "grammar"."""
     return guarded(lambda: _compile(kind, text))
@@ -216,7 +157,7 @@ def json_grammar(schema: str) -> str:
         raise ValueError("a schema is a JSON object")
     refuse_unenforceable(parsed)
     return LLMatcher.grammar_from_json_schema(
-        schema,
+        without_unknown_formats(parsed, schema),
         overrides={  # every option that a schema could set under `x-guidance`
             "whitespace_pattern": _WHITESPACE,
             "item_separator": ",",

@@ -9,21 +9,14 @@ Tags that are single tokens are named by their ids, so it does not matter whethe
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gateway.intake.grammar_checks import checked
 from gateway.intake.schemas import ChatRequest
-from gateway.intake.structured_output import (
-    checked,
-    grammar_of,
-    guarded,
-    json_grammar,
-    refuse_contradictions,
-    validated,
-)
+from gateway.intake.structured_output import grammar_of, guarded, json_grammar, refuse_contradictions, validated
 from gateway.intake.tool_schemas import NamedToolChoice, Tool, forced_tools, usable_tools
 from gateway.text import reasoning
 from gateway.text.dialect import Dialect, ToolFormat
@@ -86,10 +79,9 @@ async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str 
         named_calls="[ARGS]" in template,
         call_ids="[CALL_ID]" in template,
     )
-    return await checked("tools" if tools else "response_format", functools.partial(compile_answer, spec))
+    return await checked("tools" if tools else "response_format", compile_answer, spec)
 
 
-@functools.lru_cache(maxsize=32)
 def compile_answer(spec: AnswerGrammar) -> tuple[str, str]:
     """The grammar of an answer, and an error message or ""."""
     return guarded(lambda: validated(_compose(spec)))

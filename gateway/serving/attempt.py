@@ -19,7 +19,6 @@ Pure state: events in, actions out.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,6 +123,8 @@ class Tally:
     """Token frames that came before an earlier one."""
     failures: Counter[Cause] = field(default_factory=Counter)
     """Failed attempts that were followed by another, by cause."""
+    moves: Counter[str] = field(default_factory=Counter)
+    """Moves of running sequences from draining workers, by how they ended: moved or stayed."""
 
 
 class Attempt:
@@ -172,11 +173,12 @@ class Attempt:
         self.cut: set[int] = set()
         """Choices that the decode worker has stopped, because another worker pulls them."""
         self.moved: set[int] = set()
-        """Choices that another attempt has taken over."""
+        """Choices that another attempt has taken over, or begins again."""
         self._asked: dict[int, int] = {}
         """Choice → position from which a Resend is under way."""
         self._told_end: set[int] = set()
-        """Choices that were given up, of which the decode worker was told since it has begun."""
+        """Choices that the decode worker was told to give up since it has begun: the client needs no more of them, or
+        another attempt begins them again."""
 
     @property
     def unfinished(self) -> list[Choice]:
@@ -256,8 +258,8 @@ class Attempt:
         if known and not self.report.complete and assignment is self._computing:
             return [self._without_prompt(assignment)]
         if known and assignment is self.decode:
-            given_up = [choice for choice in self.choices.values() if choice.index in self._told_end]
-            return [*itertools.chain(*map(self.give_up, given_up)), *self._ask_for_missing(again=True)]
+            told_again = [abort(self.decode, index) for index in sorted(self._told_end)]
+            return [*told_again, *self._ask_for_missing(again=True)]
         assignment.lost = not known
         if known or self._can_miss(assignment):
             return []
@@ -292,10 +294,20 @@ class Attempt:
         self._told_end.add(choice.index)
         return [abort(self.decode, choice.index)]
 
+    def leave(self, choice: Choice) -> SendToWorker:
+        """Expect no more of a choice that the decode worker has stopped, and that another attempt begins again. The
+        worker is told: it would keep the choice's blocks for another sink until their lease expires."""
+        self.moved.add(choice.index)
+        if not self.unfinished:
+            return abort(self.decode)
+        self._told_end.add(choice.index)
+        return abort(self.decode, choice.index)
+
     def acknowledge(self) -> list[SendToWorker]:
         """The messages that end a complete attempt. If the first tokens ended all choices, the decode worker still
-        waits for the handoff, and is aborted. If a choice was given up, the workers may not know of its end."""
-        if any(choice.given_up for choice in self.choices.values()):
+        waits for the handoff, and is aborted. If a choice was given up, or another attempt begins it again, the workers
+        may not know of its end."""
+        if self._told_end or any(choice.given_up for choice in self.choices.values()):
             return [abort(assignment) for assignment in self.assignments]
         if self.decode_has_spoken:
             return [SendToWorker(self.decode, Ack(request=self.key.request, attempt=self.key.attempt))]

@@ -316,6 +316,8 @@ class Flow:
         held = [
             each for each in attempt.unfinished if each in wanting or self.attempts.source_of(attempt, each) is None
         ]
+        if not held:  # what it was to take over goes on where it is
+            self.tally.moves["stayed"] += 1
         end = self._count_failure(attempt.unfinished, wanting, held, broken, share)
         offer = attempt.standing_offer(broken) if wanting and end is None else None
         actions: list[FlowAction] = [abort(assignment) for assignment in attempt.assignments if assignment is not offer]
@@ -418,8 +420,8 @@ class Flow:
 
     def _leave(self, attempt: Attempt, choice: Choice) -> list[FlowAction]:
         """Expect no more of a choice from this attempt; close the attempt if no unfinished choice is left."""
-        attempt.moved.add(choice.index)
-        return [] if attempt.unfinished else [abort(attempt.decode), *self._close(attempt)]
+        told = attempt.leave(choice)
+        return [told] if attempt.unfinished else [told, *self._close(attempt)]
 
     def _let_go(self, want: Want) -> list[FlowAction]:
         """Abort a want's offer, which no decode worker will take over."""

@@ -28,7 +28,7 @@ class Stage(StrEnum):
     INTAKE = "intake"
     """The gateway reads, checks and tokenises the request."""
     PLACEMENT = "placement"
-    """The gateway chooses workers, or waits until one is usable."""
+    """The gateway chooses workers, or waits: until one is usable, or for the turn of a prompt of many."""
     QUEUE = "queue"
     """The prompt waits at the worker that is to compute it."""
     PREFIX_PULL = "prefix_pull"
@@ -133,7 +133,7 @@ class Waterfall:
     """The request's id as the client knows it."""
     arrived_at: float = 0.0
     opened_at: float | None = None
-    """When the dispatcher received it."""
+    """When the dispatcher received the first prompt of its request."""
     first_token_at: float | None = None
     route: Callable[[], Mapping[str, str]] | None = None
     """Returns the first routing decision, as text by header name; None before it."""
@@ -158,7 +158,8 @@ class Waterfall:
         self.arrived_at = now
 
     def opened(self, now: float) -> None:
-        """Mark the moment from which workers are wanted."""
+        """Mark the moment at which the request was read and checked. Workers are wanted, or its other prompts go
+        first."""
         self.opened_at = now
 
     def failed(self, choices: Iterable[int], now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -98,11 +98,12 @@ class ChoiceText:
         *,
         continues: Sequence[int] = (),
         with_token_ids: bool = False,
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         """The text begins with `echo`. It continues the text of the tokens `continues`, if there are any. Stop strings
         are not looked for in `echo`, nor in the text of the first `min_tokens` tokens. A token that ends the choice is
-        omitted from the text if `ends_unspelt` has no text for it. `num_before` characters of the choice precede `echo`
-        and are emitted elsewhere."""
+        omitted from the text if it is one of `stop_token_ids`, or if `ends_unspelt` has no text for it. `num_before`
+        characters of the choice precede `echo` and are emitted elsewhere."""
         self.choice: Final = choice
         self.ended = False
         """Whether the last piece has been returned; further deltas are to be ignored."""
@@ -113,6 +114,7 @@ class ChoiceText:
         self._min_tokens = min_tokens
         self._echo = echo
         self._ends_unspelt = ends_unspelt
+        self._stop_token_ids = stop_token_ids
         self._with_token_ids = with_token_ids
         self._num_tokens = 0
         self._num_chars = num_before
@@ -160,6 +162,8 @@ class ChoiceText:
         )
 
     def _is_unspelt(self, token_id: int) -> bool:
+        if token_id in self._stop_token_ids:
+            return True
         return self._ends_unspelt is not None and not self._ends_unspelt.has_text(token_id)
 
     def _pass_on(self, text: str, texts: list[str]) -> bool:

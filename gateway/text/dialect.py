@@ -56,6 +56,12 @@ class Dialect:
         return cls(tokenizer, tool_format, reasons)
 
     @property
+    def takes_one_call(self) -> bool:
+        """Whether the model's templates refuse a message of several calls: an answer with more could not be sent
+        back."""
+        return self.tool_format == "llama3"
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template tells the model about functions."""
         return self.reads("tools")
@@ -89,7 +95,7 @@ class Dialect:
             decoder=self.tokenizer.spelling_out(markers),
             calls=new_calls,
             names=frozenset(names),
-            most_calls=1 if one_call else None,
+            most_calls=1 if new_calls is not None and (one_call or self.takes_one_call) else None,
             reasons=self.reasons,
             opened=self.opens_reasoning(prompt),
             include_reasoning=include_reasoning,

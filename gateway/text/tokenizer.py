@@ -9,6 +9,7 @@ could contradict text that was already sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import os
@@ -41,6 +42,9 @@ _LARGE_BYTES = 2**18
 meanwhile; the freed memory is then returned to the system."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNSETTLED = "�"
+_PROBE = "xyzzy"
+_PROBING_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+"""A message's text, and a function, to find out what a chat template writes."""
 _TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -219,6 +223,21 @@ class ModelTokenizer:
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` gives text for this token: it is in the vocabulary, and not special."""
         return token_id in self._with_text
+
+    def raw(self, token_ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary spells it; empty for one that it lacks."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def leaves_out(self, role: str, *, with_tools: bool) -> bool:
+        """Whether the chat template writes nothing of a message of this role, before a user's message or after one. A
+        template that refuses the role leaves nothing out."""
+        probe, user = {"role": role, "content": _PROBE}, {"role": "user", "content": "a"}
+        tools = [_PROBING_TOOL] if with_tools else ()
+        texts: list[str] = []
+        for messages in ([probe, user], [user, probe]):
+            with contextlib.suppress(ChatTemplateError):
+                texts.append(self.render_chat(messages, tools))
+        return bool(texts) and not any(_PROBE in text for text in texts)
 
     def spelling(self, token_id: int) -> tuple[str, bytes]:
         r"""Name and bytes of a single token, for reports of log probabilities.

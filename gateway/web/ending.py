@@ -1,8 +1,12 @@
-"""The gateway's shutdown: open requests get a grace period, and those left then end with an error instead of a cut."""
+"""The gateway's shutdown: open requests get a grace period, and those left then end with an error instead of a cut.
+
+If the gateway ends because a part of it has failed, there is no grace period: their tokens may never come.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any, Final
 
 from aiohttp import web
@@ -18,16 +22,24 @@ class Ending:
         self._open: set[asyncio.Task[Any]] = set()
         self._told: set[asyncio.Task[Any]] = set()
         """Members of `_open` that were cancelled and have not asked for the reason yet."""
-        self._none_open = asyncio.Event()
-        self._none_open.set()
+        self._has_failed = False
+        self._over = asyncio.Event()
+        """Set while nothing is to be waited for: no request is open, or a part of the gateway has failed."""
+        self._over.set()
 
     def follow(self) -> None:
         """Count the current task as an open request until the task is done, because its answer is written by then."""
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
-        self._none_open.clear()
+        if not self._has_failed:
+            self._over.clear()
         task.add_done_callback(self._done)
+
+    def fail(self) -> None:
+        """A part of the gateway has failed: end the grace period, present or to come."""
+        self._has_failed = True
+        self._over.set()
 
     def is_reason(self) -> bool:
         """Whether the `CancelledError` that the current task has caught comes from the shutdown. Ask only once: if so,
@@ -40,20 +52,19 @@ class Ending:
         return True
 
     async def wait(self, grace_s: float) -> None:
-        """Return once no request is open, or after `grace_s`; requests left then are cancelled."""
-        try:
+        """Return once no request is open, after `grace_s`, or at `fail`; requests left then are cancelled."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._none_open.wait()
-        except TimeoutError:
-            for task in self._open:
-                self._told.add(task)
-                task.cancel()
+                await self._over.wait()
+        for task in self._open:
+            self._told.add(task)
+            task.cancel()
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._open.discard(task)
         self._told.discard(task)
         if not self._open:
-            self._none_open.set()
+            self._over.set()
 
 
 ENDING: Final = web.AppKey("ending", Ending)

@@ -196,7 +196,8 @@ class Registry:
         try:
             index = worker.unseen.index(given)
         except ValueError:
-            worker.gone[given.tier.rank] += given.num_sequences
+            # Its heartbeats count only sequences that go on: of several, all but the last have ended before, as a rule.
+            worker.gone[given.tier.rank] += min(1, given.num_sequences)
             return
         del worker.unseen[index]
         if given.num_tokens:  # it took the time until now: the work behind it begins now

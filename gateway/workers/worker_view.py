@@ -113,9 +113,12 @@ class WorkerView:
         """Whether its session is open and, if a fingerprint is given, has that one."""
         return self.welcome is not None and fingerprint in (None, self.welcome.fingerprint)
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` would probably find room there at once."""
+    def has_room(self, num_tokens: int, tier: Tier) -> bool:
+        """Whether a sequence of `num_tokens` would probably find room there at once, and a place in the batch: lower
+        tiers give way."""
         if self.load is None or self.welcome is None or num_tokens >= self.no_room_for:
+            return False
+        if 0 < self.load.places <= sum(self.sequences[: tier.rank + 1]):
             return False
         num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
         return self.blocks_expected + num_blocks <= self.load.blocks_total

@@ -11,7 +11,8 @@ starts a read. Gates, all open at first:
 
 Commands come as lines of JSON on the Unix socket `STAGE_SOCKET`: {"close": GATE}, {"open": GATE}, {"waiting": GATE}
 (answered with how many wait there), {"crc": true} (answered with the CRC-32 of every block of the KV cache), one answer
-a line. `STAGE_POISON`, a token id, kills the process when it computes a sequence that begins with it.
+a line. `STAGE_POISON`, a token id, ends the process when it computes a sequence that begins with it, as
+`STAGE_POISON_HOW` says: `kill` (SIGKILL) or `raise` (an exception in the step).
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class StagedRunner:
         sequences = () if decodes is None else decodes.sequences
         firsts = [*(each.token_ids[0] for each in sequences), *(self._begins(each) for each in slices)]
         if self._poison in firsts:
+            if os.environ["STAGE_POISON_HOW"] == "raise":
+                raise RuntimeError("CUDA error: device-side assert triggered")
             os.kill(os.getpid(), signal.SIGKILL)
         return self._runner.submit(slices, decodes)
 

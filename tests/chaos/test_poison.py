@@ -1,4 +1,5 @@
-"""A request that kills every worker it touches is refused after three at most; its neighbours go on."""
+"""A request that ends every worker it touches, by a signal or by an exception, is refused after three at most; its
+neighbours go on."""
 
 from __future__ import annotations
 
@@ -23,13 +24,23 @@ POISON = 377
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=[Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.chaos)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        (Role.DECODE, "kill"),
+        (Role.DECODE, "raise"),
+        pytest.param((Role.PREFILL, "kill"), marks=pytest.mark.chaos),
+        pytest.param((Role.PREFILL, "raise"), marks=pytest.mark.chaos),
+    ],
+    ids="-".join,
+)
 def stage(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Theatre]:
     size = ("--kv-cache-bytes", str(256 * BLOCK_BYTES))
     folder, scratch = checkpoint("llama"), tmp_path_factory.mktemp("poison")
-    with theatre(folder, scratch, "nixl", options=size, poison={request.param: POISON}) as made:
+    role, how = request.param
+    with theatre(folder, scratch, "nixl", options=size, poison={role: POISON}, poison_how=how) as made:
         yield made
 
 

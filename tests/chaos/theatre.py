@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stack import BLOCK_SIZE, Process, Workers, ranks_of, until, wait_until
 
@@ -228,9 +228,10 @@ def theatre(
     *,
     options: Sequence[str] = (),
     poison: Mapping[Role, int] | None = None,
+    poison_how: Literal["kill", "raise"] = "kill",
 ) -> Iterator[Theatre]:
     """Start the workers. `transport`: nixl (same host), nixl-tcp or zmq, or nixl-ranks: workers of two ranks. `poison`:
-    what kills those of a role."""
+    the first token of sequences that end those of a role, by SIGKILL or by an exception in a step."""
     wide = ("--tensor-parallel", "2") if transport == "nixl-ranks" else ()
     wire = ("--transport", "zmq") if transport == "zmq" else ()
     env = {"UCX_TLS": "tcp"} if transport == "nixl-tcp" else {}
@@ -241,7 +242,9 @@ def theatre(
         for index, host in enumerate(stack.enter_context(hosts(4))):
             role = Role.PREFILL if index < 2 else Role.DECODE
             own = ["--chunk-size", str(CHUNK), "--token-budget", str(CHUNK)] if role is Role.PREFILL else []
-            bad = {"STAGE_POISON": str(poison[role])} if poison and role in poison else {}
+            bad = {}
+            if poison and role in poison:
+                bad = {"STAGE_POISON": str(poison[role]), "STAGE_POISON_HOW": poison_how}
             actor = Actor(role, host, [*common, *own], env | bad, scratch / f"stage{index}")
             actor.options = [role.value, *actor.options]
             actors.append(actor)

@@ -184,6 +184,27 @@ async def test_the_pools_move(open_page: Callable[..., Any], gateway: Process) -
     assert gateway.metric("baton_gateway_handoffs_total") >= 24
 
 
+DRAW_A_STEADY_LOAD = """async () => {
+    const { Plots } = await import(new URL('plots.js', document.querySelector('script[type=module]').src));
+    const plots = new Plots();
+    plots.summary = { goodput_share: 1, goodput_per_s: 6 };
+    const slots = Array(59).fill({ met: 30, finished: 30, refused: 0, failed: 0 });
+    return [100, 101, 102].map((current) => {
+        plots.recent = { current, slot_s: 5, num_slots: 60 };
+        plots.drawGoodput(slots);
+        return [...document.querySelectorAll('#goodput-plot rect.met')].map((bar) => bar.getAttribute('height'));
+    });
+}"""
+
+
+async def test_bars_of_a_steady_load_are_of_one_height(open_page: Callable[..., Any]) -> None:
+    """Whichever of the slots of the newest and of the oldest bar are there."""
+    async with open_page() as seen:
+        drawn = await seen.page.evaluate(DRAW_A_STEADY_LOAD)
+        assert [len(heights) for heights in drawn] == [21, 20, 20]
+        assert len({height for heights in drawn for height in heights}) == 1
+
+
 async def test_who_wants_no_motion_gets_none(open_page: Callable[..., Any]) -> None:
     async with open_page(reduced_motion="reduce") as seen:
         page = seen.page

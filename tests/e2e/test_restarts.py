@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 from chaos.client import Outcome, ask
+from checkpoints import make_checkpoint
+from model_hub import HUB_ID, model_hub
 from near_ties import is_near_tie
 from served import Stack
 from stack import START_TIMEOUT_S, prompt, until, wait_until
@@ -315,6 +317,30 @@ async def test_streams_wait_for_the_only_worker_of_a_role(checkpoint: Callable[[
         assert code == 0, log
         assert "Traceback" not in log, log
         assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+async def test_a_worker_that_starts_again_loads_the_commit_that_the_others_have(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """However the hub's branch has moved since: with other weights all other processes would refuse it."""
+    first, second = "a" * 40, "b" * 40
+    commits = {first: checkpoint("llama"), second: make_checkpoint("llama", tmp_path / "second", seed=8)}
+    with (
+        model_hub(commits, first) as hub,
+        Stack("--model", HUB_ID, "--prefill", "0", *PATIENT, variables=hub.variables(tmp_path / "cache")) as stack,
+    ):
+        request = bodies(1)[0] | {"max_tokens": 8}
+        async with new_session() as session:
+            async with session.get(f"{stack.url}/v1/models") as response:
+                assert [each["id"] for each in (await response.json())["data"]] == [HUB_ID]
+            expected = await ask(session, stack.url, request)
+            hub.main = second
+            pid = stack.pid_of("-m decode_worker")
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            assert await ask(session, stack.url, request | {"cache_salt": "anew"}) == expected
+        await until(lambda: bool(stack.logged("decode-0 serves again")), "it does not say so", START_TIMEOUT_S)
+        assert not stack.logged(second)
 
 
 def test_a_stack_ends_cleanly_while_a_process_starts_again() -> None:

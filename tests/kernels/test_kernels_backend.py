@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from common.engine.batch import Slice
+from common.engine.kernels import backend as backends
 from common.engine.kernels.backend import TritonBackend
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.decode_runs import DecodeRuns
+from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.tuning import Tuning
 from common.engine.ragged import RaggedBatch, Rows
 from kernels.reference import TOLERANCE, attention, error
@@ -122,3 +124,25 @@ def test_a_copy_engine_loads_each_layer_from_its_own_memory(device: torch.device
             expected = attention(q_THD, cache[:, :, layer], tables, queries, lens, window, SCALE)
             assert error(out, expected) < TOLERANCE[torch.float16]
     assert device.type == "cuda" or len(backend._descriptors) == 2
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_copy_engine_is_used_as_long_as_it_can_number_the_rows_of_a_cache(
+    invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 31 bits: small heads in a large GPU have more rows. The cache has no memory here, and nothing is run."""
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(backends, "prefill_attention", lambda *args, **options: launched.append(options))
+    monkeypatch.setattr(backends, "describe", lambda kv_layer, tile: "descriptor")
+    backend = TritonBackend(torch.device("cpu"), batch_invariant=invariant)
+    backend._tuning = Tuning("", 228 * 2**10, copy_engine=True)
+    rows_of_block = 3 * KV_HEADS * 2 * 64
+    for num_blocks in (2**31 // rows_of_block, 2**31 // rows_of_block + 2):
+        cache = torch.empty(num_blocks, KV_HEADS, 3, 2, 64, 32, dtype=torch.bfloat16, device="meta")
+        q_THD = torch.empty(2, HEADS, 32, dtype=torch.bfloat16, device="meta")
+        batch = Rows.of([Slice(token_ids=[0, 0], start=0, block_table=[0])], 64).on(torch.device("cpu"))
+        backend._prefill(q_THD, cache[:, :, 0], batch, None, SCALE, q_THD)
+        backend._runs.clear()
+    assert [each["kv_descriptor"] for each in launched] == ["descriptor", None]
+    assert [each["tiling"].copy_engine for each in launched] == [True, False]
+    assert launched[1]["tiling"].num_warps == PrefillTiling().num_warps, "the tiling that loads by pointers"

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu import compiled, products
 from benchmarks.gpu.tune import MOST_STACK_BYTES
 
 ROOT = Path(__file__).parents[2]
@@ -65,3 +67,15 @@ def test_products_have_the_tensor_cores(binaries: list[dict[str, Any]]) -> None:
         elif each["kernel"] == "prefill":
             expected = of_prefill[each["capability"]] if each["dtype"] == "bfloat16" else "mma.sync"
             assert each["products"] == expected, each
+
+
+@pytest.mark.parametrize("product", products.MODELS["llama-3-8b"], ids=str)
+def test_no_weights_are_drawn_for_a_product_that_is_only_compiled(
+    product: products.Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take longer than the compiler, for each of hundreds of tilings."""
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(products, "skinny", lambda x, weight, *args, **options: launched.append(weight.shape))
+    monkeypatch.setattr(torch.Tensor, "normal_", None)
+    compiled._product(compiled.Case(capability=90, kernel="product", product=product))
+    assert launched == [(product.outputs, product.inputs)]

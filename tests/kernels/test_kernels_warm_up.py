@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE
+from checkpoints import VOCAB_SIZE, make_checkpoint
 from triton.runtime.interpreter import InterpretedFunction
 
 from common.contract.sampling import SamplingParams
@@ -31,6 +31,8 @@ from common.engine.weights import load_weights
 from kernels.tuned import keep_rows, skinny_entries
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
+NUM_SEQS = 64
+"""Sequences of the largest step of a worker with default settings."""
 CPU = torch.device("cpu")
 WRITTEN = ("best_ptr", "out_ptr", "q_ptr", "token_ptr")
 """Arguments by which kernels give what others read."""
@@ -65,11 +67,15 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled: set[tuple[Any, ...]] = set()
+        self.most_runs = 0
+        """Most runs of decode attention for whose partial results memory was taken."""
         recorder = self
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
             named = dict(zip(kernel.arg_names, args, strict=False)) | options
             recorder.compiled.add(key(kernel, named))
+            if kernel.fn.__name__ == "_decode":
+                recorder.most_runs = max(recorder.most_runs, named["partial_ptr"].shape[0])
             for name in WRITTEN:
                 if name in named:
                     named[name].zero_()
@@ -95,13 +101,15 @@ def key(kernel: Any, named: dict[str, Any]) -> tuple[Any, ...]:
     return (kernel.fn.__name__, *parts)
 
 
-def runner_of(folder: Path, backend: Backend, *, batch_invariant: bool = False) -> ModelRunner:
+def runner_of(
+    folder: Path, backend: Backend, *, batch_invariant: bool = False, num_blocks: int = NUM_BLOCKS
+) -> ModelRunner:
     """In bfloat16, of which tiles are small; sequences may fill the cache."""
     config = ModelConfig.from_folder(folder)
     layout = config.layout(BLOCK_SIZE, "bfloat16")
     weights = load_weights(config, folder, "bfloat16", CPU, batch_invariant=batch_invariant)
     return ModelRunner(
-        Executor(Decoder(config, weights), KVCache(layout, NUM_BLOCKS, CPU), HostSwap(layout, 0, CPU), backend)
+        Executor(Decoder(config, weights), KVCache(layout, num_blocks, CPU), HostSwap(layout, 0, CPU), backend)
     )
 
 
@@ -171,6 +179,35 @@ def test_no_step_meets_a_kernel_that_was_not_warmed_up(
     assert ("_matmul" in met) == invariant
     assert {"_skinny", "_skinny_sum"} & met == ({"_skinny", "_skinny_sum"} if gpu == "tuned" else set())
     assert len({each for each in recorder.compiled if each[0] == "_decode"}) >= (3 if gpu == "tuned" else 1)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="records what the interpreter is asked to run")
+@pytest.mark.parametrize("processors", [132, 320])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_a_batch_invariant_warm_up_takes_no_more_memory_than_a_step(
+    family: str, processors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would take for the longest of contexts, 512 at a time, is not there beside the cache. Yet it leaves out
+    no kernel."""
+    num_blocks, run = 4096, 256
+    longest = num_blocks * BLOCK_SIZE
+    backend = TritonBackend(CPU, batch_invariant=True, run_keys=run)
+    backend._num_processors = processors
+    keep_rows(monkeypatch)
+    folder = make_checkpoint(family, tmp_path, dtype="bfloat16", max_position_embeddings=longest)
+    executor = runner_of(folder, backend, batch_invariant=True, num_blocks=num_blocks).executor
+    recorder = Recorder(monkeypatch)
+    executor.warm_up()
+    assert recorder.most_runs <= NUM_SEQS * longest // run
+    warmed = set(recorder.compiled)
+    recorder.compiled.clear()
+    config, cache = executor.decoder.own_config, executor.cache
+    for batch in decode_batches(num_blocks, BLOCK_SIZE, longest, CPU):
+        q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
+        backend.attend(q_THD, cache.layer(0), batch, config.windows[0], 1.0)
+    assert recorder.compiled <= warmed
+    decodes = [dict(part[:2] for part in each[1:]) for each in recorder.compiled if each[0] == "_decode"]
+    assert {each["IN_TURN"] for each in decodes} == {False, True}
 
 
 def test_the_cache_is_empty_after_the_warm_up(checkpoint: Callable[[str], Path]) -> None:

@@ -57,6 +57,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import Sequences
 from decode_worker.steps import DecodePlan, DecodeSteps
 from decode_worker.swap_space import SwapSpace
+from decode_worker.view import DecodeTotals
 from gateway.serving import generation
 from gateway.serving.attempt import Attempt
 from gateway.serving.flow import Flow
@@ -187,7 +188,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     DecodePlan: "number decoding",
     DecodeRequest: "chain order story deadline",
     DecodeScheduler: "_pool _policy",
-    Entrance: "_pool _policy _costs _num_orders num_prefix_queried num_prefix_hit",
+    Entrance: "_pool _policy _costs _num_orders _looked_at num_prefix_queried num_prefix_hit",
     Flow: "generation story tally",
     Front: "_ended _settings _pool requests finished",
     DecodeChoice: "chain order rank timings",
@@ -343,6 +344,7 @@ _READERS_OF: dict[type, Callable[[_Reader, Any], Any]] = {
     PlannedStep: _Reader.work,
     Answers: _nothing,  # holds nothing between events
     DecodeSteps: _nothing,  # has copies of what sequences have
+    DecodeTotals: _nothing,  # counts what has happened
     PrefillSteps: _nothing,
     Policy: _nothing,
     Backlog: _nothing,  # counts what is elsewhere

@@ -47,6 +47,7 @@ from kv_transfer.events import (
     AddSource,
     Connect,
     DropSource,
+    Poll,
     ReadEnded,
     Send,
     SendToSource,
@@ -311,7 +312,7 @@ class Worker:
                     self.agents.discard(source)
                     for read in self.reads:
                         read.fenced |= read.source == source
-                case Serve():
+                case Serve() | Poll():
                     pass
                 case _:
                     raise AssertionError(action)

@@ -89,6 +89,8 @@ class LeaseMachine(RuleBasedStateMachine):
         """What the first tokens have ended, for who attaches afterwards."""
         self.reading: set[tuple[Incarnation, RequestKey]] = set()
         """Sinks that were given an offer and have neither settled nor detached."""
+        self.lost: set[tuple[Incarnation, RequestKey]] = set()
+        """What sinks were reading when they were lost."""
         self.seen: list[tuple[Incarnation, RequestKey, LeaseId, int]] = []
         """What sinks know to settle."""
         self.granted: set[tuple[Incarnation, RequestKey, LeaseId, int]] = set()
@@ -362,17 +364,39 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(sink=sinks, data=st.data())
     def say_hello(self, sink: Incarnation, data: st.DataObject) -> None:
-        """A session opens, again after a loss or for the last time: what is not named has been given up."""
-        known = sorted({key for other, key in self.waiting | self.reading if other == sink})
+        """A session opens, perhaps again after a loss. What is not named has been given up. What is named and was being
+        read still is."""
+        known = sorted({key for other, key in self.waiting | self.reading | self.lost if other == sink})
         named = set(data.draw(st.lists(st.sampled_from(known), unique=True))) if known else set()
+        self.reading |= {(other, key) for other, key in self.lost if other == sink}
+        self.lost = {(other, key) for other, key in self.lost if other != sink}
+        given_up = self.give_up(sink, named)
+        self.check(self.table.sink_said_hello(sink, named, self.now))
+        assert all(held.lent is (held.key.request not in self.held) for held in given_up)
+
+    @precondition(lambda self: self.lost)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        """A sink that was lost says Hello."""
+        self.say_hello(data.draw(st.sampled_from(sorted({sink for sink, _ in self.lost}))), data)
+
+    @rule(sink=sinks)
+    def lose(self, sink: Incarnation) -> None:
+        """A session is over: its sink is dead, cut off, or stands still."""
+        self.lost |= {(other, key) for other, key in self.reading if other == sink}
+        given_up = self.give_up(sink, set())
+        self.check(self.table.sink_lost(sink, self.now))
+        assert all(held.lent is (held.key.request not in self.held) for held in given_up)
+
+    def give_up(self, sink: Incarnation, named: set[RequestKey]) -> list[Held]:
+        """What a sink does not name is not its any more. Returns the leases that it had."""
         self.waiting = {(other, key) for other, key in self.waiting if other != sink or key in named}
         self.reading = {(other, key) for other, key in self.reading if other != sink or key in named}
         given_up = [held for held in self.held.values() if held.sink == sink and held.key not in named]
         for held in given_up:
             if not held.lent:
                 held.sink, held.unattached_since = None, self.now
-        self.check(self.table.sink_said_hello(sink, named, self.now))
-        assert all(held.lent is (held.key.request not in self.held) for held in given_up)
+        return given_up
 
     @precondition(lambda self: self.seen)
     @rule(data=st.data(), asker=st.none() | sinks, attempt=st.none() | attempts, epoch=st.none() | st.integers(0, 9))

@@ -14,9 +14,10 @@ SUFFICIENT = {"cpu": {Way.RDMA, Way.CUDA_IPC, Way.SHARED_MEMORY}, "cuda": {Way.R
 
 
 def observe(bandwidths: Bandwidths, *routes: ReadRoute) -> None:
+    """Two reads by each of these routes, each from a source of its own."""
     for number, route in enumerate(routes):
-        for first in (True, False):
-            bandwidths.observe(Incarnation(f"p{number}"), route, 10**9, 0.5, first=first)
+        for _ in range(2):
+            bandwidths.observe(Incarnation(f"p{number}"), route, 10**9, 0.5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -56,6 +57,16 @@ def test_gpus_of_one_host_that_do_not_use_cuda_ipc_are_warned_of(
     observe(Bandwidths(device), route)
     lines = [record.getMessage() for record in caplog.records if "and not by cuda_ipc" in record.getMessage()]
     assert len(lines) == said
+
+
+def test_as_many_sources_are_remembered_as_were_read_from_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that restart have new incarnations each time."""
+    monkeypatch.setattr("kv_transfer.bandwidths.MAX_SOURCES", 2)
+    bandwidths = Bandwidths("cpu")
+    for source, num_known in (("p0", 1), ("p1", 2), ("p0", 2), ("p2", 3), ("p0", 3), ("p1", 4)):
+        bandwidths.observe(Incarnation(source), ReadRoute(way=Way.TCP), 10**9, 0.5)
+        assert bandwidths.num_sources[Way.TCP] == bandwidths.num_fallbacks == num_known
+        assert len(bandwidths._known) <= 2
 
 
 def test_rates_have_the_way_as_their_only_label() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -94,6 +95,26 @@ def test_nothing_is_recorded_if_that_is_asked_for(results: Path, monkeypatch: py
     monkeypatch.setattr(sys, "argv", ["speed.py", "--no-record"])
     run(measured, "")
     assert list(results.iterdir()) == []
+
+
+def test_a_tree_that_changes_during_the_measurement_is_not_the_one_that_was_measured(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {"commit": "a" * 40, "product": "p"}
+    monkeypatch.setattr(record, "tree", lambda: dict(now))
+    monkeypatch.setattr(tempfile, "tempdir", str(results / "elsewhere"))
+    monkeypatch.setattr(sys, "argv", ["speed.py"])
+    (results / "elsewhere").mkdir()
+
+    def speed(scratch: Path) -> Iterator[Result]:
+        yield Result(name="before", figures={"ms": 1.0})
+        now["commit"] = "b" * 40
+        yield Result(name="after", figures={"ms": 1.0})
+
+    run(speed, "")
+    assert (results / "before.json").exists()
+    assert not (results / "after.json").exists()
+    assert (results / "elsewhere" / "after.json").exists()
 
 
 def test_figures_are_told_by_groups(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,15 @@ from safetensors.numpy import save_file
 from waiting import eventually
 
 from common.contract.errors import OperatorError
-from common.runtime.checkpoint import DEMO_FOLDER, config_hash, read_config, resolve_model, unchanged, weights_hash
+from common.runtime.checkpoint import (
+    DEMO_FOLDER,
+    config_hash,
+    is_hub_id,
+    read_config,
+    resolve_model,
+    unchanged,
+    weights_hash,
+)
 
 CONFIG = {"model_type": "llama", "vocab_size": 7, "rope_scaling": {"factor": 2.0}}
 _PIECE_BYTES = 4 * 2**20
@@ -153,6 +161,31 @@ def test_a_hub_id_that_cannot_be_had_is_one_line_that_names_it(
         resolve_model(name, weights=False)
     assert repr(name) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_revision_of_a_hub_id_is_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[str, str | None]] = []
+
+    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((hub_id, revision))
+        return str(tmp_path / "commit")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for revision in (None, "v1.0", "refs/pr/1"):
+        assert resolve_model("owner/name", revision, weights=True) == tmp_path / "commit"
+    assert asked == [("owner/name", None), ("owner/name", "v1.0"), ("owner/name", "refs/pr/1")]
+    assert is_hub_id("owner/name")
+
+
+def test_a_local_model_has_no_revisions(folder: Path) -> None:
+    """It would be served as if it were the one that was asked for."""
+    for name in ("demo", str(folder)):
+        assert not is_hub_id(name)
+        with pytest.raises(OperatorError, match="only a hub id has revisions"):
+            resolve_model(name, "v1.0", weights=True)
 
 
 # --- the configuration -----------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -108,6 +110,14 @@ def test_every_field_of_a_fingerprint_is_compared() -> None:
         other = dataclasses.replace(FINGERPRINT, layout=dataclasses.replace(LLAMA_2_7B, **change))
         with pytest.raises(FingerprintMismatchError, match=f"layout.{field.name}"):
             FINGERPRINT.require_equal(other, "a", "b")
+
+
+def test_the_document_of_the_protocol_names_its_version() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
+    assert text.startswith(f"# The control protocol\n\nVersion {PROTOCOL_VERSION}. ")
+    assert re.findall(r"^\| (\d+) \|", text.partition("## Version history")[2], re.MULTILINE)[-1] == str(
+        PROTOCOL_VERSION
+    )
 
 
 # --- ids ---------------------------------------------------------------------------------------------------------

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from decode_bench import EAGER, Bench, request, tokens
+from decode_bench import BLOCK_SIZE, EAGER, Bench, request, tokens
 
 from common.contract.tiers import Tier
 from decode_worker.admission import quantile_of
 from decode_worker.entrance import _LOOK_AHEAD
-from decode_worker.request import DecodeChoice
+from decode_worker.request import ChoiceStage, DecodeChoice
 
 INTERACTIVE, STANDARD, BATCH = Tier
 
@@ -264,6 +264,67 @@ def test_more_choices_than_places_come_in_alone() -> None:
     assert bench.reserve() == ["many"]
 
 
+@pytest.mark.parametrize("tier", Tier)
+def test_a_moving_sequence_comes_in_only_if_it_has_a_place_in_the_batch_at_once(tier: Tier) -> None:
+    """A lower tier gives its place up."""
+    bench = Bench(100, max_num_seqs=2, memory_reserve=EAGER)
+    for name in "ab":
+        bench.run(request(name, 4))
+    mover = request("mover", 4, tier=tier, moving=True)
+    assert bench.reserve(mover) == (["mover"] if tier is INTERACTIVE else [])
+    if tier is INTERACTIVE:
+        assert bench.scheduler.entrance.promise_place(mover)
+        [choice] = bench.settle(mover)
+        assert choice in bench.step().decodes
+
+
+def test_a_place_that_is_not_given_up_since_its_sequence_had_waited_long_is_not_counted_on() -> None:
+    bench = Bench(100, max_num_seqs=1, memory_reserve=EAGER, ageing_s=10.0)
+    vip = bench.run(request("vip", 4, tier=INTERACTIVE))
+    [aged] = bench.enter(request("aged", 4, tier=BATCH))
+    bench.now += 11.0
+    bench.step(ends=[vip])
+    assert bench.step().decodes == [aged]
+    assert bench.reserve(request("mover", 4, tier=INTERACTIVE, moving=True)) == []
+
+
+def test_a_place_that_is_promised_to_a_moving_sequence_is_given_to_nobody_else() -> None:
+    bench = Bench(100, max_num_seqs=1, memory_reserve=EAGER)
+    mover, other = request("mover", 4, moving=True), request("other", 4)
+    assert bench.reserve(mover) == ["mover"]
+    assert bench.scheduler.entrance.promise_place(mover)
+    assert bench.reserve(other) == [], "it might begin first"
+    [choice] = bench.settle(mover)
+    assert bench.step().decodes == [choice]
+    assert list(bench.pulling) == ["other"], "it is ready when the place becomes free"
+
+
+def test_a_promised_place_is_not_one_that_is_not_given_up() -> None:
+    """An aged sequence has one of two places: who came in beside the promise might take the other one."""
+    bench = Bench(100, max_num_seqs=2, memory_reserve=EAGER, ageing_s=10.0)
+    vips = [bench.run(request(f"vip {number}", 4, tier=INTERACTIVE)) for number in range(2)]
+    [aged] = bench.enter(request("aged", 4, tier=BATCH))
+    bench.now += 11.0
+    bench.step(ends=vips)
+    assert bench.step().decodes == [aged]
+    mover, other = (request(name, 4, tier=INTERACTIVE, moving=name == "mover") for name in ("mover", "other"))
+    assert bench.reserve(mover) == ["mover"]
+    assert bench.scheduler.entrance.promise_place(mover)
+    assert bench.reserve(other) == []
+
+
+def test_a_place_that_others_have_taken_is_not_promised() -> None:
+    bench = Bench(100, max_num_seqs=1, memory_reserve=EAGER)
+    mover, other = request("mover", 4, moving=True), request("other", 4)
+    assert bench.reserve(mover) == ["mover"]
+    assert bench.reserve(other) == ["other"]
+    assert not bench.scheduler.entrance.promise_place(mover)
+    bench.forget(other)
+    assert bench.scheduler.entrance.promise_place(mover)
+    bench.forget(mover)
+    assert bench.reserve(request("next", 4), request("after next", 4)) == ["next", "after next"], "nothing is kept"
+
+
 def test_the_higher_tier_comes_first() -> None:
     bench = Bench(1)
     requests = [request(str(tier), 4, tier=tier, arrived=-tier.rank) for tier in (BATCH, STANDARD, INTERACTIVE)]
@@ -336,6 +397,35 @@ def test_who_was_refused_for_a_sequence_about_to_join_comes_in_once_it_has_joine
     assert bench.reserve(request("b", 2, max_tokens=9)) == []
     bench.end_step(bench.begin_step())
     assert bench.reserve() == ["b"]
+
+
+def test_who_was_refused_by_the_forecast_comes_in_before_anybody_has_ended() -> None:
+    """Just before the first one ends there are 18 blocks in use, and one more for each 4 steps that it has left."""
+    bench = Bench(22)
+    bench.profile(40)
+    first = bench.run(request("first", 16))
+    assert bench.reserve(request("second", 16)) == []
+    bench.steps(20)
+    assert not bench.pulling
+    bench.steps(8)
+    assert list(bench.pulling) == ["second"]
+    assert first.stage is ChoiceStage.RUNNING
+
+
+def test_who_does_not_fit_is_looked_at_once_in_as_many_steps_as_a_block_has_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, looked_at = Bench(8, memory_reserve=EAGER), list[object]()
+    bench.run(request("a", 2))
+    assert bench.reserve(request("b", 32)) == []
+
+    def match(hashes: object) -> list[int]:
+        looked_at.append(hashes)
+        return []
+
+    monkeypatch.setattr(bench.pool, "match", match)
+    bench.steps(5 * BLOCK_SIZE)
+    assert len(looked_at) == 5
 
 
 def test_a_mask_of_a_running_sequence_has_nobody_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,19 @@ from common.contract.sampling import SamplingParams
 from common.engine.batch import Chosen, InvalidLogitsError, SampledToken
 from common.engine.grammar import GaveUp
 from common.scheduling.costs import Costs
-from common.worker.events import Action, AskMask, Compute, Event, MaskMade, Received, StepEnded, StepWanted
+from common.worker.events import (
+    Action,
+    AskMask,
+    Compute,
+    Event,
+    MaskMade,
+    PeerLost,
+    Received,
+    StepEnded,
+    StepWanted,
+)
 from decode_worker.step import Step
-from decode_worker.view import heartbeat
+from decode_worker.view import DecodeTotals, heartbeat
 from kv_transfer.events import Send
 
 SINK = Incarnation("sink")
@@ -254,6 +264,72 @@ def test_the_end_of_an_answer_tells_what_became_of_its_last_draft(
     assert choice.timings is not None
     assert choice.timings.decode is not None
     assert (choice.timings.decode.num_drafted, choice.timings.decode.num_accepted) == (len(draft), right)
+
+
+def load_of(driven: Driven) -> tuple[int, float]:
+    """(sequences that heartbeats tell of, the load that metrics tell of in sequences)."""
+    [metric] = [each for each in driven.core.metrics() if each.name == "baton_decode_load"]
+    [sample] = metric.samples
+    return sum(heartbeat(driven.core, 0).sequences), round(sample.value * driven.core.scheduler.num_places, 6)
+
+
+@pytest.mark.parametrize("how", ["given up", "ended"])
+def test_choices_that_have_ended_are_no_load(how: str) -> None:
+    driven = Driven(num_blocks=64)
+    driven.ask("r", range(5), max_tokens=6, choices=(0, 1))
+    assert load_of(driven) == (2, 2.0)
+    driven.step()
+    assert load_of(driven) == (2, 2.0)
+    if how == "given up":
+        driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1, choice=0))
+    else:
+        choice = driven.core.book.requests[RequestId("r")].choices[0]
+        choice.sequence.sampling = SamplingParams(max_tokens=2)
+        driven.step()
+        assert choice.finish_reason == "length"
+    assert load_of(driven) == (1, 1.0)
+
+
+@pytest.mark.parametrize("choices", [(0,), (0, 1)])
+def test_the_duration_of_an_answer_that_its_client_ends_is_learnt(choices: tuple[int, ...]) -> None:
+    """As its length is: if most answers end by a stop string, the others say nothing of them."""
+    driven = Driven(num_blocks=64)
+    driven.ask("r", range(5), max_tokens=60, choices=choices)
+    driven.step()
+    for _ in range(4):
+        driven.step(0.5)
+    assert heartbeat(driven.core, 0).sequence_s == 0.0
+    one_of_two = 0 if len(choices) > 1 else None
+    driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1, choice=one_of_two))
+    assert heartbeat(driven.core, 0).sequence_s == pytest.approx(2.0)
+
+
+def test_a_choice_that_has_ended_is_not_counted_again_when_its_request_is_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learnt: list[float] = []
+    monkeypatch.setattr(DecodeTotals, "sequence_ended", lambda _, took_s: learnt.append(took_s))
+    driven = Driven(num_blocks=64)
+    driven.ask("r", range(5), max_tokens=60, choices=(0, 1))
+    driven.step()
+    driven.step(0.5)
+    driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1, choice=0))
+    driven.step(0.5)
+    driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1))
+    assert learnt == [pytest.approx(0.5), pytest.approx(1.0)]
+
+
+def test_an_answer_that_is_cut_off_or_has_not_begun_has_no_duration() -> None:
+    driven = Driven(num_blocks=64)
+    driven.ask("not begun", range(5), max_tokens=60)
+    driven.now += 1.0
+    driven.hear(GATEWAY, Abort(request=RequestId("not begun"), attempt=1))
+    driven.ask("cut off", range(5), max_tokens=60)
+    driven.step()
+    driven.step(1.0)
+    driven.handle(PeerLost(GATEWAY))
+    assert not driven.core.book.requests
+    assert heartbeat(driven.core, 0).sequence_s == 0.0
 
 
 def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:

@@ -170,10 +170,14 @@ def test_nothing_is_lent_that_those_who_are_about_to_join_will_lack() -> None:
     assert bench.scheduler.lend(old.chain.hashes) == []
 
 
-def test_what_others_use_anyway_is_lent_even_when_nothing_is_free() -> None:
-    bench = Bench(3)
+@pytest.mark.parametrize("num_ready", [0, 1])
+def test_what_others_use_anyway_is_lent_even_when_nothing_is_free(num_ready: int) -> None:
+    """It takes no block from those who are about to join."""
+    bench = Bench(3 + num_ready, memory_reserve=EAGER)
     runs = request("runs", 8)
     bench.run(runs)
+    for number in range(num_ready):
+        bench.enter(request(f"joins {number}", 4))
     assert bench.pool.num_free == 0
     assert len(bench.scheduler.lend(runs.chain.hashes)) == 2
 

@@ -28,7 +28,7 @@ from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages.gateway import Abort, Decode, Prefill, Suspicion
 from common.contract.messages.session import Phase, Role
-from common.contract.messages.worker import Cut
+from common.contract.messages.worker import Cut, Tokens
 from common.runtime.channel import RECONNECT_S
 from gateway.serving.flow import FIRST_DELAY_S
 from gateway.serving.generation import GenerationFailed
@@ -688,6 +688,79 @@ async def test_a_sequence_stays_where_it_is_if_nobody_has_room(make: Any) -> Non
     assert bench.in_flight(D, D2) == (1, 0)
     bench.tokens(D, key, 2, 12, reason="stop")
     assert await text(task) == [10, 11, 12]
+    assert not has_failovers(bench)
+
+
+async def test_a_sequence_stays_if_the_worker_that_takes_it_over_brings_another_choice(make: Any) -> None:
+    """That worker is at fault, and nobody else is harmed."""
+    bench = make(prefill=(), decode=(D, D2))
+    key, task = await bench.request()
+    bench.tokens(D, key, 0, 10, 11)
+    bench.say(D2, heartbeat())
+    bench.say(D, heartbeat(Phase.DRAINING))
+    work = bench.decode(D2)
+    bench.say(D2, Tokens(request=work.request, attempt=work.attempt, choice=5, position=5, token_ids=(12,)))
+    assert bench.goodbyes(D2) == [work.key]
+    assert bench.counted("moves_total", end="moved") == bench.counted("move_pause_seconds_count") == 0
+    assert bench.counted("moves_total", end="stayed") == 1
+    bench.tokens(D, key, 2, 12, reason="stop")
+    assert await text(task) == [10, 11, 12]
+    assert not has_failovers(bench)
+
+
+async def test_a_choice_that_is_not_the_moving_one_does_not_count_as_moved(make: Any) -> None:
+    """Nor does its first token, which has not come, count as the beginning of a pause."""
+    bench = make(prefill=(), decode=(D, D2))
+    key, _ = await bench.request(n=2)
+    bench.tokens(D, key, 0, 10, 11)
+    bench.say(D2, heartbeat())
+    bench.say(D, heartbeat(Phase.DRAINING))
+    work = bench.decode(D2)
+    bench.say(D2, Tokens(request=work.request, attempt=work.attempt, choice=1, position=3, token_ids=(12,)))
+    assert bench.goodbyes(D2) == [work.key]
+    assert bench.counted("moves_total", end="moved") == bench.counted("move_pause_seconds_sum") == 0
+
+
+async def test_a_decode_worker_that_begins_with_another_choice_has_taken_nothing_over(make: Any) -> None:
+    bench = make()
+    key, _ = await bench.request()
+    bench.tokens(P, key, 0, 10)
+    bench.say(D, Tokens(request=key.request, attempt=1, choice=5, position=len(PROMPT), token_ids=(12,)))
+    assert bench.counted("handoffs_total") == 0
+    assert bench.counted("failovers_total", cause="internal") == 1
+
+
+@pytest.mark.parametrize("end", ["failed", "lost"])
+async def test_a_sequence_that_was_cut_has_not_stayed(make: Any, end: str) -> None:
+    bench = make(prefill=(), decode=(D, D2))
+    key, _ = await bench.request()
+    bench.tokens(D, key, 0, 10, 11)
+    bench.say(D2, heartbeat())
+    bench.say(D, heartbeat(Phase.DRAINING))
+    bench.say(D, Cut(request=key.request, attempt=1, choice=0, position=len(PROMPT) + 2))
+    if end == "failed":
+        bench.fail(D2, bench.decode(D2).key, Cause.LEASE_LOST)
+    else:
+        bench.lose(D2)
+    assert bench.counted("moves_total", end="stayed") == bench.counted("moves_total", end="moved") == 0
+    cause = "lease_lost" if end == "failed" else "worker_lost"
+    assert bench.counted("failovers_total", cause=cause) == 1
+
+
+@pytest.mark.parametrize("end", ["lost", "unknown"])
+async def test_a_sequence_that_was_not_cut_has_stayed(make: Any, end: str) -> None:
+    bench = make(prefill=(), decode=(D, D2))
+    key, _ = await bench.request()
+    bench.tokens(D, key, 0, 10, 11)
+    bench.say(D2, heartbeat())
+    bench.say(D, heartbeat(Phase.DRAINING))
+    assert len(bench.sent(D2, Decode)) == 1
+    if end == "lost":
+        bench.lose(D2)
+    else:
+        bench.dispatcher.links.hello(bench.link(D2))
+        bench.dispatcher.links.on_resync(bench.link(D2), welcome(Role.DECODE))
+    assert bench.counted("moves_total", end="stayed") == 1
     assert not has_failovers(bench)
 
 

@@ -116,13 +116,53 @@ def test_chunks_keep_the_target_between_tokens() -> None:
 def test_without_room_in_its_cache_it_computes_nobody() -> None:
     bench = DraftBench(num_draft_blocks=12)
     choice, large = running(bench, "a", 20), running(bench, "large", 60)
-    for step in bench.steps(10):
+    for step in bench.steps(3):
         assert large not in step.drafts
-    assert choice.draft is not None
     assert 6 <= len(table_of(choice)) <= 12
+    for step in bench.steps(7):  # the first one outgrows the cache meanwhile
+        assert large not in step.drafts
     assert not table_of(large)
     bench.forget(choice.request)
     assert bench.model.cache.num_used == 0
+
+
+def test_who_has_room_only_without_the_others_takes_none_from_them() -> None:
+    """Sequences of up to 105 tokens are drafted. The first one has room for 36 of 120 tokens, the second one needs room
+    for 116, and would be computed some ten tokens at a time."""
+    bench = DraftBench(
+        num_draft_blocks=30,
+        draft_times=RowTimes(rows=(1, 10_000), seconds=(0.0002, 2.0)),
+        itl_target_s=lambda tier: 0.02,
+        draft_tokens=1,
+    )
+    first = running(bench, "first", 20)
+    assert first in bench.steps(4)[-1].drafts
+    second = running(bench, "second", 100)
+    for step in bench.steps(20):
+        assert first in step.drafts
+        assert second in step.decodes
+    assert not table_of(second)
+
+
+def test_who_has_no_room_is_computed_once_the_others_have_ended() -> None:
+    bench = DraftBench(num_draft_blocks=100, draft_tokens=1)
+    first, second = running(bench, "first", 250), running(bench, "second", 130)
+    assert all(second not in step.drafts for step in bench.steps(5))
+    bench.forget(first.request)
+    drafted = [second in step.drafts for step in bench.steps(80)]
+    assert not any(drafted[:50]), "not before it has 64 tokens more"
+    assert drafted[-1]
+
+
+def test_of_two_that_fill_its_cache_one_goes_on() -> None:
+    """Both have 40 tokens, which is all that there is room for, after some ten steps."""
+    bench = DraftBench(num_draft_blocks=20, draft_tokens=1)
+    choices = [running(bench, f"{index}", 20) for index in range(2)]
+    assert set(bench.steps(5)[-1].drafts) == set(choices)
+    [going_on] = bench.steps(12)[-1].drafts
+    [other] = [choice for choice in choices if choice is not going_on]
+    assert len(table_of(going_on)) > 10
+    assert not table_of(other)
 
 
 def test_a_context_of_its_own_ends_its_drafts() -> None:
@@ -133,6 +173,7 @@ def test_a_context_of_its_own_ends_its_drafts() -> None:
     assert lengths[1] > 0
     assert choice.sequence.num_tokens > 64
     assert not any(lengths[-20:])
+    assert not table_of(choice), "its blocks are for others"
 
 
 def test_a_sequence_that_outgrows_the_context_is_not_computed_further() -> None:

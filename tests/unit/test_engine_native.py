@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from native_builds import EMULATED_TILES, build
 from needs import require
 
@@ -142,6 +143,38 @@ assert os.waitpid(child, 0)[1] == 0
 assert kernels.linear(x, packed, None, 300).eq(50).all()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.processes
+def test_helpers_that_cannot_be_started_are_tried_again_only_a_second_later(tmp_path: Path) -> None:
+    """As where `pids.max` is reached. For forks it is registered once: the system keeps what it is given for ever."""
+    require("compiler")
+    (tmp_path / "jobs.c").write_text(
+        """
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <time.h>
+static int seconds, num_tries, num_registrations;
+#define clock_gettime(clock, time) (*(time) = (struct timespec){.tv_sec = seconds})
+#define pthread_create(...) (num_tries++, EAGAIN)
+#define pthread_atfork(...) (num_registrations++, 0)
+#include "crew.h"
+static int count(void *done, long unit) { return ++*(int *)done, 0; }
+int main(void) {
+    int done = 0;
+    for (seconds = 10; seconds < 13; seconds++)
+        for (int i = 0; i < 1000; i++) share(4, 3, count, &done);
+    printf("%d units, tried %d times, registered %d times", done, num_tries, num_registrations);
+}
+"""
+    )
+    program = str(tmp_path / "jobs")
+    headers = str(Path(native.__file__).parent)
+    command = [os.environ.get("CC", "cc"), "-O0", "-pthread", "-I", headers, "-o", program, f"{program}.c"]
+    subprocess.run(command, check=True, timeout=60)
+    told = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert told == "12000 units, tried 3 times, registered 1 times"
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -835,6 +868,17 @@ def test_without_a_compiler_the_engine_says_so_and_computes(
         assert runner.step([Slice(token_ids=[5, 6], start=0, block_table=[0])]) == [()]
     finally:
         native.kernels.cache_clear()
+
+
+def test_a_head_dimension_without_kernels_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_checkpoint("llama", tmp_path, head_dim=20)
+    with caplog.at_level(logging.WARNING):
+        runner = load_runner(folder, kv_cache_bytes=2**20, block_size=16, cpu_kernels=False)
+        assert caplog.text == "", "nobody wants them"
+        runner = load_runner(folder, kv_cache_bytes=2**20, block_size=16)
+    assert "no C kernels for the model's head dimension, 20" in caplog.text
+    assert runner.cpu_kernels is False
+    assert runner.step([Slice(token_ids=[5, 6], start=0, block_table=[0])]) == [()]
 
 
 @pytest.mark.processes

@@ -429,6 +429,16 @@ async def load(settings: WorkerSettings, folder: Path, swap_bytes: int) -> tuple
         engine.close()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("width", [1, 2])
+async def test_a_gpu_that_is_not_there_is_an_error_that_names_the_cpu(
+    width: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.engine.engine.load_runner", None)  # nothing is loaded
+    with pytest.raises(OperatorError, match="--device cpu"):
+        await load(DecodeSettings(model=str(folder), tensor_parallel=width).on("cuda"), folder, 0)
+
+
 async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

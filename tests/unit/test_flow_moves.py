@@ -35,6 +35,7 @@ from gateway.serving.flow import FlowState
 from gateway.serving.flow_actions import Want
 
 ABORT_2 = Abort(request=REQUEST, attempt=2)
+ABORT_CHOICE = Abort(request=REQUEST, attempt=1, choice=0)
 ACK_2 = Ack(request=REQUEST, attempt=2)
 
 
@@ -226,6 +227,7 @@ def test_a_failure_before_the_cut_leaves_the_sequence_where_it_is(run: Run, end:
     assert run.flow.attempts == [run.attempts[0]]
     assert run.flow.wants == []
     assert run.flow.tally.failures == {}
+    assert run.flow.tally.moves == {"stayed": 1}
     assert movable(run) == [0], "it may try again"
     run.on(D, tokens(START + 2, 3, end="stop"))
     assert run.text() == [1, 2, 3]
@@ -251,6 +253,7 @@ def test_a_failure_after_the_cut_begins_a_new_attempt(run: Run, end: str) -> Non
     else:
         run.lose(D2)
     assert set(run.sent(Abort)) == {(D2, ABORT_2), (D, ABORT)}, "the old one still keeps its blocks for somebody"
+    assert run.flow.tally.moves == {}, "it did not stay"
     assert run.flow.attempts == []
     run.go(D3, P)
     work = run.sent(Decode)[-1][1]
@@ -274,11 +277,26 @@ def test_after_a_failure_after_the_cut_other_choices_go_on_where_they_are() -> N
     run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0])
     run.on(D2, failed(Cause.LEASE_LOST))
     assert [choice.index for choice in run.want.choices] == [0]
-    run.on(D, tokens(START + 1, 6, choice=1, end="stop"), attempt=run.attempts[0])
-    assert run.sent(Ack) == [(D, ACK)]
+    assert run.sent(Abort)[1:] == [(D, ABORT_CHOICE)], "the old one still keeps its blocks for somebody"
+    run.on(D, moved(choice=0), tokens(START + 1, 6, choice=1, end="stop"), attempt=run.attempts[0])
+    assert run.sent(Ack) == []
+    assert (D, ABORT) in run.sent(Abort), "the first Abort may have been lost: an Ack of what goes on is ignored"
     run.go(D3, P)
     run.on(D3, tokens(START + 1, 2, choice=0, end="stop"))
     assert [run.text(0), run.text(1)] == [[1, 2], [5, 6]]
+    run.check_end()
+
+
+def test_a_choice_that_was_cut_in_vain_is_aborted_again_after_messages_were_lost() -> None:
+    run = Run(num_choices=2)
+    run.on(D, tokens(START, 1, choice=0), tokens(START, 5, choice=1))
+    run.move(D2, 0)
+    run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0])
+    run.lose(D2)
+    old = run.attempts[0]
+    seen = run.do(run.flow.on_resync(old, old.decode, known=True))
+    assert seen == [Sent(D, ABORT_CHOICE), Sent(D, resend(START + 1, choice=1))]
+    run.do(run.flow.cancel())
     run.check_end()
 
 
@@ -301,7 +319,8 @@ def test_a_cut_for_nobody_of_one_choice_leaves_the_others() -> None:
     run.on(D, tokens(START, 1, choice=0), tokens(START, 5, choice=1))
     run.move(D2, 0)
     run.lose(D2)
-    (want,) = run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0])
+    aborted, want = run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0])
+    assert aborted == Sent(D, ABORT_CHOICE)
     assert isinstance(want, Want)
     run.go(D3, P)
     assert run.sent(Decode)[-1][1].request not in (REQUEST, "r2"), "a request of its own"

@@ -502,6 +502,27 @@ async def test_special_tokens_are_no_text_and_count() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens_per_delta", [1, 100])
+@pytest.mark.parametrize(("reason", "expected"), [("stop", "hello "), ("length", "hello f")])
+async def test_a_stop_token_is_no_text_and_counts(
+    stream: bool, tokens_per_delta: int, reason: FinishReason, expected: str
+) -> None:
+    """As a stop string is not; if the answer goes on after it, or has its length with it, it is text."""
+    (stop_token,) = encode("f")
+    token_ids = [*encode("hello "), stop_token]
+    generator = ScriptedGenerator(token_ids=token_ids, finish_reason=reason, tokens_per_delta=tokens_per_delta)
+    body = COMPLETION | {"max_tokens": 50, "stop_token_ids": [stop_token]}
+    if stream:
+        chunks = await stream_of(generator, COMPLETIONS_PATH, body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+    else:
+        status, answer, _ = await post(COMPLETIONS_PATH, body, generator)
+        assert status == 200
+        assert answer["choices"][0]["text"] == expected
+        assert answer["usage"]["completion_tokens"] == len(token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens_per_delta", [1, 100])
 @pytest.mark.parametrize(
     ("reason", "body", "expected"),
     [
@@ -586,6 +607,9 @@ async def test_tokenize_and_back() -> None:
             "count": 1 + len(encode("hello 日本")),
             "max_model_len": CONTEXT,
         }
+        spelt = await post("/tokenize", {"prompt": "hello 日本", "return_token_strs": True})
+        assert spelt == answer | {"token_strs": byte_level().encode("hello 日本").tokens}
+        assert await post("/tokenize", {"prompt": "hello 日本", "return_token_strs": False}) == answer
         assert await post("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": "<s>hello 日本"}
         assert await post("/detokenize", {"tokens": []}) == {"prompt": ""}
         chat = await post("/tokenize", {"messages": MESSAGES})

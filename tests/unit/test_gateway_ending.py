@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -21,11 +24,17 @@ from gateway_fixtures import (
     settings,
     tokenizer,
 )
+from prometheus_client.metrics_core import Metric
 from test_connections import Time
+from waiting import eventually
 
+import gateway.__main__ as program
+from common.runtime.checkpoint import DEMO_FOLDER
+from common.runtime.config import GatewaySettings
 from gateway.access.connections import ConnectionBounds, Listener
 from gateway.api import create_app, create_runner
 from gateway.observability.metrics import GatewayMetrics
+from gateway.text.tokenizer import ModelTokenizer
 
 GRACE_S = 600.0
 TIMEOUT_S = 20.0
@@ -144,3 +153,82 @@ async def test_a_client_that_left_is_still_said_to_have_left(caplog: pytest.LogC
             async with asyncio.timeout(TIMEOUT_S):
                 await generator.closed_early.wait()
     assert "the client has left" in caplog.text
+
+
+class FragileLinks:
+    """The links of a gateway to its workers, which fail when a test says so."""
+
+    def __init__(self) -> None:
+        self.failing = asyncio.Event()
+
+    async def run(self) -> None:
+        await self.failing.wait()
+        raise RuntimeError("a link has died of a bug")
+
+    async def wait_usable(self) -> None: ...
+
+
+class FragileDispatcher(ScriptedGenerator):
+    """A dispatcher with such links, whose streams get two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(text=STORY, hang=True, num_before=2)
+        self.links = FragileLinks()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def collect(self) -> Iterable[Metric]:
+        return ()
+
+
+@pytest.mark.usefixtures("no_settings")
+def takes_connections(url: str) -> bool:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    with socket.socket() as made:
+        return made.connect_ex((parts.hostname, parts.port)) == 0
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["serving", "ending"])
+async def test_a_gateway_whose_links_fail_gives_open_streams_no_grace(
+    stops: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No token comes any more, and what restarts the gateway waits for its end."""
+    dispatcher, stop = FragileDispatcher(), asyncio.Event()
+    monkeypatch.setattr(program, "_dispatcher", lambda *_: dispatcher)
+    monkeypatch.setattr(ModelTokenizer, "load", lambda _: tokenizer())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    caplog.set_level(logging.INFO)
+    given = GatewaySettings(
+        decode_workers=("127.0.0.1:1",),
+        served_model_name=(MODEL,),
+        port=0,
+        dashboard="off",
+        shutdown_grace_s=GRACE_S,
+    )
+    serving = asyncio.create_task(program.serve(given, DEMO_FOLDER, stop))
+
+    def urls() -> list[str]:
+        return [each.getMessage().removeprefix("HTTP on ") for each in caplog.records if "HTTP on " in each.msg]
+
+    async def ask(session: aiohttp.ClientSession) -> str:
+        async with session.post(f"{urls()[0]}{COMPLETIONS_PATH}", json=COMPLETION | {"stream": True}) as response:
+            return await response.text()
+
+    async with asyncio.timeout(TIMEOUT_S), aiohttp.ClientSession() as session:
+        await eventually(lambda: bool(urls()))
+        asking = asyncio.create_task(ask(session))
+        await dispatcher.hanging.wait()
+        if stops:
+            stop.set()
+            await eventually(lambda: not takes_connections(urls()[0]))  # the grace period has begun
+            assert not serving.done()
+        dispatcher.links.failing.set()
+        *_, last, _ = (await asking).split("\n\n")
+        name, data = last.split("\n")
+        assert name == "event: error"
+        assert_error(json.loads(data.removeprefix("data: ")), None, "draining")
+        await asyncio.wait([serving])
+    assert isinstance(serving.exception(), type(None) if stops else RuntimeError)

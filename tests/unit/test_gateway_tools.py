@@ -373,6 +373,59 @@ async def test_an_answer_may_be_sent_back_as_it_came() -> None:
         assert TWO_CALLS.removeprefix("Let me see.\n") in prompt_of(generator)
 
 
+async def test_an_answer_of_a_model_of_one_call_may_be_sent_back_too() -> None:
+    """Its template takes no more of one message, so an answer ends with its first call."""
+    call = '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}'
+    generator = scripted(call + '; {"name": "is-noon", "parameters": {}}')
+    (choice,) = (await ask(generator, "llama3", tools=TOOLS)).choices
+    assert choice.finish_reason == "tool_calls"
+    (first,) = choice.message.tool_calls
+    results = [{"role": "tool", "tool_call_id": first.id, "content": "rain"}]
+    generator = scripted("Done.")
+    await ask(generator, "llama3", messages=[*MESSAGES, choice.message, *results], tools=TOOLS)
+    assert call in prompt_of(generator)
+
+
+_LIKE_QWEN = """
+{%- if messages[0].role == "system" %}<s>{{ messages[0].content }}{% else %}<s>You are helpful.{% endif %}
+{%- for m in messages %}{% if m.role == "user" or m.role == "assistant" %}{{ m.role }}: {{ m.content }}
+{% elif m.role == "tool" or m.role == "ipython" %}tool: {{ m.content }}
+{% endif %}{% endfor %}assistant:"""
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, "/tokenize"])
+@pytest.mark.parametrize(
+    ("messages", "at_fault"),
+    [
+        ([*MESSAGES, {"role": "function", "name": "f", "content": "42"}], 1),
+        ([{"role": "System", "content": "be brief"}, *MESSAGES], 0),
+        ([*MESSAGES * 9, {"role": "human", "content": "hello"}], 9),
+        ([{"role": "ipython", "content": "42"}, *MESSAGES], None),
+        ([{"role": "system", "content": "be brief"}, *MESSAGES], None),
+    ],
+)
+async def test_a_message_that_the_template_leaves_out_is_refused(
+    path: str, messages: list[dict[str, str]], at_fault: int | None
+) -> None:
+    """Else the answer would be to another conversation, without a word."""
+    models = wrap(backend(), _LIKE_QWEN)
+    status, answer, _ = await post(path, {"messages": messages}, scripted("x"), model_tokenizer=models)
+    if at_fault is None:
+        assert status == 200, answer
+    else:
+        assert status == 400
+        assert_error(answer, f"messages[{at_fault}].role", "invalid_value")
+
+
+async def test_any_role_is_taken_by_a_template_that_writes_them_all() -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    others = [{"role": f"role-{number}", "content": "a"} for number in range(9)]
+    for num_roles, expected in ((8, 200), (9, 400)):
+        body = {"messages": [*MESSAGES, *others[:num_roles], *others[:num_roles]]}
+        status, answer, _ = await post("/tokenize", body, model_tokenizer=wrap(backend(), template))
+        assert status == expected, answer
+
+
 async def test_tokens_of_a_conversation_with_functions() -> None:
     generator = scripted("x")
     await ask(

@@ -333,7 +333,7 @@ def test_tombstones_are_bounded_and_a_forgotten_settle_is_invalid(monkeypatch: p
 def test_a_sink_that_was_lost_here_alone_attaches_and_settles(table: LeaseTable) -> None:
     """The lease was held all the while: what the sink has read is good, whatever became of its session."""
     offer = completed(table)
-    table.sink_said_hello(D1, (), 5.0)
+    table.sink_lost(D1, 5.0)
     table.sink_said_hello(D1, {key()}, 6.0)
     assert told(table.attach(attach(), D1, 6.0)) == [(D1, BlocksReady), (D1, PrefillDone)]
     assert verdict(table.settle(settle(offer), D1))
@@ -428,7 +428,7 @@ def test_a_lost_sink_is_detached_from_everything(table: LeaseTable) -> None:
     table.attach(attach(request=R2), D1, 0.0)
     table.open(key(request=RequestId("r3")), (20,), 600.0, 0.0)
     table.attach(attach(request=RequestId("r3")), D2, 0.0)
-    assert table.sink_said_hello(D1, (), 5.0) == []
+    assert table.sink_lost(D1, 5.0) == []
     assert (len(table.parked), table.num_readers, len(table)) == (0, 1, 2)
     assert not verdict(table.settle(settle(offer), D1))
     assert next_expiry(table) == 5.0 + TTL_S
@@ -455,10 +455,56 @@ def test_a_sink_that_says_hello_gives_up_what_it_does_not_name(table: LeaseTable
 def test_another_sink_that_says_hello_changes_nothing(table: LeaseTable) -> None:
     offer = completed(table)
     table.sink_said_hello(D2, (), 5.0)
+    table.sink_lost(D2, 6.0)
     assert verdict(table.settle(settle(offer), D1))
 
 
 # --- readers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["open", "expired", "lent"])
+def test_a_reader_that_was_lost_is_one_again_if_its_hello_says_so(table: LeaseTable, how: str) -> None:
+    """Its read, and nothing else, is left of the pull: nobody attaches again."""
+    if how == "lent":
+        lent(table)
+    else:
+        completed(table)
+    table.sink_lost(D1, 1.0)
+    assert table.num_readers == 0
+    if how == "expired":
+        table.expire(700.0)
+    table.sink_said_hello(D2, {key()}, 701.0)
+    assert table.num_readers == 0, "another sink has never read it"
+    table.sink_said_hello(D1, {key(), key(request=R2)}, 702.0)
+    assert table.num_readers == 1
+    table.sink_lost(D1, 703.0)
+    table.sink_said_hello(D1, {key()}, 704.0)
+    assert table.num_readers == 1
+    table.detach(Detach(request=R1, attempt=1), D1, 705.0)
+    table.sink_said_hello(D1, {key()}, 706.0)
+    assert table.num_readers == 0
+
+
+def test_a_reader_that_was_lost_and_does_not_name_its_pull_is_none(table: LeaseTable) -> None:
+    completed(table)
+    table.sink_lost(D1, 1.0)
+    table.sink_said_hello(D1, (), 2.0)
+    table.sink_said_hello(D1, {key()}, 3.0)
+    assert table.num_readers == 0
+
+
+def test_readers_that_were_lost_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_table, "MAX_LOST_READERS", 2)
+    table = LeaseTable(unattached_ttl_s=TTL_S)
+    keys = [key(request=RequestId(f"r{number}")) for number in range(3)]
+    for each in keys:
+        table.open(each, BLOCKS, 600.0, 0.0)
+        table.attach(attach(request=each.request), D1, 0.0)
+        table.sink_lost(D1, 1.0)
+        table.sink_said_hello(D2, (), 1.0)
+        table.check_invariants()
+    table.sink_said_hello(D1, keys, 2.0)
+    assert table.num_readers == 2
 
 
 def test_a_sink_reads_until_it_has_settled(table: LeaseTable) -> None:
@@ -602,7 +648,7 @@ def test_a_parked_attach_waits_for_the_prefill_that_supersedes_nothing(table: Le
 def test_a_complete_offer_that_was_left_is_taken_by_a_newer_attempt(table: LeaseTable) -> None:
     """The decode worker has failed: nothing is computed again."""
     offer = completed(table)
-    table.sink_said_hello(D1, (), 1.0)
+    table.sink_lost(D1, 1.0)
     [(_, ready), (_, done)] = sent(table.attach(attach(3, offered=1), D2, 2.0))
     assert isinstance(ready, BlocksReady)
     assert (ready.attempt, ready.lease, ready.block_ids) == (3, offer.lease, BLOCKS)
@@ -901,8 +947,10 @@ def test_a_lent_prefix_ends_with_its_sinks_interest(table: LeaseTable, how: str)
     offer = lent(table)
     if how == "detached":
         actions = table.detach(Detach(request=R1, attempt=1), D1, 1.0)
+    elif how == "lost":
+        actions = table.sink_lost(D1, 1.0)
     else:
-        actions = table.sink_said_hello(D1, () if how == "lost" else {key(request=R2)}, 1.0)
+        actions = table.sink_said_hello(D1, {key(request=R2)}, 1.0)
     assert returned(actions) == [BLOCKS]
     assert (len(table), table.num_readers, table.num_expired) == (0, 0, 0)
     assert not verdict(table.settle(settle(offer), D1)), "the blocks may have changed since"

@@ -202,6 +202,18 @@ def test_a_hello_keeps_what_it_lists(worker: Worker) -> None:
     assert worker.held == {}
 
 
+def test_a_sink_that_comes_back_is_read_to_what_it_lists_until_it_detaches(worker: Worker) -> None:
+    """It stood still, and its read, which was given up meanwhile, is still under way: it attaches to nothing again."""
+    worker.open()
+    worker.lender.on_message(D1, Attach(request=R1, attempt=1, offered=1))
+    worker.lender.on_peer_lost(D1)
+    assert (worker.lender.num_readers, worker.serving[-1]) == (0, False)
+    worker.lender.on_hello(D1, (KEY,))
+    assert (worker.lender.num_readers, worker.serving[-1]) == (1, True)
+    worker.lender.on_message(D1, Detach(request=R1, attempt=1))
+    assert (worker.lender.num_readers, worker.serving[-1]) == (0, False)
+
+
 def test_another_sink_takes_over_what_a_prefill_has_offered(worker: Worker) -> None:
     worker.open()
     worker.lender.on_message(D1, Attach(request=R1, attempt=1, offered=1))

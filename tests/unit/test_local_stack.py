@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 
 import pytest
 
 from common.contract.errors import OperatorError
+from common.runtime import local_stack
 from common.runtime.config import GatewaySettings, ServeSettings, load
 from common.runtime.local_stack import (
     Child,
@@ -72,6 +74,10 @@ def test_what_the_stack_decides_is_not_silently_ignored(monkeypatch: pytest.Monk
 
 
 def test_a_grace_that_the_stack_would_cut_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATON_SHUTDOWN_GRACE_S", raising=False)
+    with pytest.raises(OperatorError, match="--grace-s must be more than the 5 s"):  # the gateway's default
+        refuse_variables_of_the_stack(ServeSettings(grace_s=5))
+    refuse_variables_of_the_stack(ServeSettings(grace_s=5.1))
     monkeypatch.setenv("BATON_SHUTDOWN_GRACE_S", "60")
     with pytest.raises(OperatorError, match="--grace-s must be more than the 60 s"):
         refuse_variables_of_the_stack(ServeSettings(grace_s=60))
@@ -92,6 +98,34 @@ async def test_the_cores_that_the_stack_may_use_are_divided(monkeypatch: pytest.
     await stack.start()
     told = [child.options[child.options.index("--num-threads") + 1] for child in stack._children[:-1]]
     assert told == ["2", "2", "2"]
+    await stack.stop()
+
+
+async def test_every_process_is_given_the_commit_that_the_stack_has_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not the branch, which may have moved when a process starts again. The model's name stays."""
+    commit = "c" * 40
+    monkeypatch.setattr(local_stack, "resolve_model", lambda *_, **__: tmp_path / commit)
+    found: list[ServeSettings] = []
+
+    async def serve(settings: ServeSettings, stop: asyncio.Event, *, demo: bool) -> None:
+        found.append(settings)
+
+    def run(body: Callable[[asyncio.Event], Coroutine[object, object, None]]) -> None:
+        with contextlib.suppress(StopIteration):
+            body(asyncio.Event()).send(None)
+
+    monkeypatch.setattr(local_stack, "serve", serve)
+    monkeypatch.setattr(local_stack, "run", run)
+    monkeypatch.setattr(local_stack, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(local_stack, "require_worker_packages", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["baton serve", "--model", "owner/name", "--port", "0"])
+    local_stack.main()
+    stack = NotStarted(found[0])
+    await stack.start()
+    told = [dict(zip(child.options, child.options[1:], strict=False)) for child in stack._children]
+    assert [(each["--model"], each["--revision"]) for each in told] == [("owner/name", commit)] * 3
     await stack.stop()
 
 

@@ -21,6 +21,7 @@ from gateway.answer import choice_stream
 from gateway.answer.choice_stream import stream_pieces
 from gateway.intake.request_intake import Job
 from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed, PromptDelta
+from gateway.serving.waterfall import Stage
 from gateway.text import stop_strings
 from gateway.text.choice_text import ChoiceText, Piece
 
@@ -163,6 +164,25 @@ async def test_the_budget_is_that_of_the_request_whenever_its_prompts_begin() ->
         with pytest.raises(GenerationFailed) as caught:
             await read.task
     assert caught.value.cause is Cause.DEADLINE
+    await bench.close()
+
+
+async def test_the_time_until_a_prompts_turn_is_no_intake() -> None:
+    """The request was read long before; its other prompts went first."""
+    time = Time()
+    bench = Bench((), (D,), clock=time)
+    job = job_of(AT_ONCE + 1)
+    for generation in job.generations:
+        generation.waterfall.arrived("id", time.now)
+    read = Read(bench, job)
+    first, *others = await read.begun(AT_ONCE)
+    time.now += 20.0
+    bench.tokens(D, first, 0, 10, 11, reason="stop")
+    keys = await read.begun(AT_ONCE + 1)
+    await read.finish([*others, keys[-1]])
+    waterfall = job.generations[-1].waterfall
+    waterfall.ended(time.now, finished=True)
+    assert waterfall.stages_ns() == {Stage.PLACEMENT: 20 * 10**9}
     await bench.close()
 
 

@@ -13,7 +13,7 @@ from step_tokens import handles
 from common.contract.errors import Cause
 from common.contract.ids import RequestId, RequestKey
 from common.contract.messages.fields import Message
-from common.contract.messages.gateway import Decode, Drain, Resend, Resume
+from common.contract.messages.gateway import Abort, Decode, Drain, Resend, Resume
 from common.contract.messages.handoff import AttachSequence, Detach, OfferWithdrawn, PrefillDone, Settle, Settled
 from common.contract.messages.session import Phase
 from common.contract.messages.worker import Cut, Failed, Finished, Moved, TokenLogprobs, Tokens
@@ -24,6 +24,7 @@ from decode_worker import request as request_module
 from decode_worker.columns import DecodeColumns
 from decode_worker.core import _fits
 from decode_worker.migration import MAX_PUT_OFF, goes_on
+from decode_worker.request import ChoiceStage
 from decode_worker.step import Step
 from kv_transfer.lender import LENT_TTL_S
 
@@ -913,6 +914,87 @@ def test_without_room_at_once_the_sequence_stays() -> None:
     assert (kinds(old), kinds(other)) == ([Finished], [Finished])
 
 
+def test_without_a_place_in_the_batch_the_sequence_stays() -> None:
+    """It would stand still there, until another sequence has ended."""
+    world = World(max_num_seqs=1)
+    d1 = second(world)
+    long = world.gateway.ask(d1, range(200, 205), 60)
+    world.deliver()
+    d1.step(2)
+    old = running(world)
+    new = world.gateway.move(old, d1)
+    world.deliver()
+    assert failed(new) is Cause.CAPACITY
+    assert (old.cut, d1.reads.num_blocks_read) == (set(), 0)
+    finish(world)
+    assert (kinds(old), kinds(long)) == ([Finished], [Finished])
+
+
+def test_when_the_last_place_goes_during_the_first_stage_the_sequence_stays() -> None:
+    world = World(max_num_seqs=1)
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    new = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    other = world.gateway.ask(d1, range(200, 205), 8)
+    world.deliver(reads=False)
+    d1.step(2)
+    world.deliver()
+    end_step(world, d0)
+    assert (failed(new), old.cut, d0.in_step) == (Cause.CAPACITY, set(), True)
+    assert d1.left().keys() <= {"used", "requests", "limbo"}
+    while d1.in_step:
+        end_step(world, d1)
+    assert kinds(other) == [Finished]
+    num_read = d1.reads.num_blocks_read
+    world.gateway.move(old, d1)
+    world.deliver()
+    assert d1.reads.num_blocks_read == num_read, "what was read ahead before is cached"
+    end_step(world, d0)
+    assert old.moved == {0}
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+def test_a_place_in_the_batch_is_kept_for_a_sequence_that_is_about_to_be_cut() -> None:
+    world = World(max_num_seqs=1)
+    d0, d1 = first(world), second(world)
+    old, new = wanted(world)
+    other = world.gateway.ask(d1, range(200, 205), 8)
+    world.deliver()
+    assert not d1.in_step, "it waits"
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.choice(new.key).stage is ChoiceStage.RUNNING, "the very next step has it"
+    finish(world)
+    assert (kinds(new), kinds(other)) == ([Finished], [Finished])
+
+
+def test_a_source_without_free_blocks_is_read_ahead_from() -> None:
+    """A loan of blocks that are in use takes none from the sequence that is about to join there."""
+    world = World(max_num_seqs=1)
+    d0, d1 = first(world), second(world)
+    old = world.gateway.ask(d0, PROMPT, 60)
+    world.deliver()
+    d0.step(20)
+    ready = world.gateway.ask(d0, range(200, 205), 5)
+    world.deliver()
+    d0.step(2)
+    world.deliver()
+    taken = d0.pool.allocate(d0.pool.num_free)
+    assert (d0.pool.num_free, d0.core.scheduler.batch.num_ready) == (0, 1)
+    d0.drain()
+    world.gateway.move(old, d1)
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.core.arrivals.num_tail_blocks <= 2 < d1.reads.num_blocks_read
+    d0.pool.release(taken)
+    finish(world)
+    assert kinds(ready) == [Finished]
+    assert no_token_was_computed_twice(world)
+
+
 def test_a_sequence_that_has_outgrown_its_room_is_given_up_and_leaves_nothing() -> None:
     world = World(num_blocks=12)
     d0, d1 = first(world), second(world)
@@ -1134,3 +1216,28 @@ def test_the_gateway_of_these_tests_finds_a_wrong_token() -> None:
     d0.to_gateway.append(message)
     with pytest.raises(AssertionError, match="another token at 15"):
         Gateway.hear(world.gateway, d0)
+
+
+@pytest.mark.parametrize("order", ["while the other runs", "after the other's end"])
+def test_a_choice_that_was_cut_for_a_sink_that_died_is_free_as_soon_as_it_is_aborted(order: str) -> None:
+    """Not only when its lease expires."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, num_choices=2, max_tokens=8)
+    world.gateway.move(old, d1)
+    world.deliver()
+    end_step(world, d0, reads=False)
+    assert old.cut == {0}
+    world.kill(d1)
+    if order == "after the other's end":
+        d0.step(2)
+        world.deliver()
+        assert old.ask.choices[1].ended
+    assert (old.ends, d0.left()["leases"]) == ([], 1)
+    d0.resume()
+    d0.from_gateway.append(Abort(request=old.key.request, attempt=old.key.attempt, choice=0))
+    world.deliver()
+    assert (old.moved, d0.left().get("leases")) == ({0}, None)
+    finish(world)
+    assert kinds(old) == [Finished]
+    assert (d0.core.departures.num_moved, world.gateway.num_begun_again) == (0, 1)

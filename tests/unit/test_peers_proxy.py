@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.peers.proxy import application
+from benchmarks.load.client import IDLE_CONNECTION_S
+from benchmarks.peers.proxy import Proxy, application
 
 KV = {"remote_engine_id": "e", "remote_block_ids": [[1, 2]], "do_remote_prefill": True}
 PIECES = (b'data: {"a": 1}\n\n', b"data: [DONE]\n\n")
@@ -100,3 +101,13 @@ async def test_requests_do_not_wait_for_each_other(pair: Pair, url: str) -> None
     for _, request_id, prompt in seen:
         assert ("prefill", request_id, prompt) in seen
         assert ("decode", request_id, prompt) in seen
+
+
+async def test_connections_are_not_kept_for_longer_than_vllm_keeps_them() -> None:
+    """vLLM closes one that was idle for 5 s: a request that is sent on it meanwhile fails, and counts against vLLM."""
+    proxy = Proxy("http://127.0.0.1:1", "http://127.0.0.1:1")
+    lifetime = proxy.lifetime(web.Application())
+    await anext(lifetime)
+    assert proxy._session.connector is not None
+    assert proxy._session.connector._keepalive_timeout == IDLE_CONNECTION_S < 5
+    await anext(lifetime, None)

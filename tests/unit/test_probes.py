@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint
+from held_worker import worker
+from needs import require
 from prometheus_client.metrics_core import Metric
 
+from common.contract.messages.session import Role
 from common.runtime import probes
 from common.runtime.probes import MAX_CONNECTIONS, ProbeServer, gauge
 
@@ -88,3 +93,23 @@ async def test_an_answer_that_nobody_reads_delays_no_end(monkeypatch: pytest.Mon
     async with asyncio.timeout(WAIT_S):
         await server.close()
     writer.close()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_worker_tells_whether_it_has_the_kernels_in_c(
+    role: Role, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("compiler")
+    without = make_checkpoint("llama", tmp_path, head_dim=20)
+    for folder, has_kernels in ((checkpoint("llama"), True), (without, False)):
+        async with worker(role, folder) as (tested, held, *_):
+            assert tested.ready()[1]["cpu_kernels"] is has_kernels
+            assert gauges(tested.metrics())["baton_cpu_kernels"] == has_kernels
+            monkeypatch.setattr(held, "cpu_kernels", None, raising=False)  # as on a GPU
+            assert tested.ready()[1]["cpu_kernels"] is None
+            assert "baton_cpu_kernels" not in gauges(tested.metrics())
+
+
+def gauges(metrics: Iterable[Metric]) -> dict[str, float]:
+    """Those without labels."""
+    return {each.name: each.samples[0].value for each in metrics if each.type == "gauge" and len(each.samples) == 1}

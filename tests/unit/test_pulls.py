@@ -4,6 +4,7 @@ when."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,8 @@ from kv_transfer.events import (
     Connect,
     Consequence,
     DropSource,
+    Poll,
+    Polled,
     Pulled,
     PullFailed,
     PullOffered,
@@ -63,7 +66,9 @@ from kv_transfer.transport import Read, ReadState, Transport
 
 R1, R2 = RequestId("r1"), RequestId("r2")
 BOUND_S = 3.0
-READ_BOUND_S = 50.0
+READ_BOUND_S = 6.0
+POLL_S = 0.5
+"""Seconds between two polls of which the pulls hear."""
 SETTINGS = PrefillSettings(
     transport="zmq",
     quarantine_bound_s=BOUND_S,
@@ -84,6 +89,8 @@ class Worker:
         self.num_held = 0
         """Leading blocks of each pull that the worker says it holds already."""
         self.makes_room = True
+        self.num_polls = 0
+        """Polls of which the pulls have heard."""
         self.then: dict[str, Callable[[], None]] = {}
         """What the worker does when it is told of an event, once: by the event's name."""
         self.cache = cache or Cache(8, 64)
@@ -111,8 +118,9 @@ class Worker:
     def handle(self, event: TransferEvent | TransferAction | Consequence) -> None:
         """Events go to the pulls, actions are carried out, and consequences are what the worker is told."""
         match event:
-            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded():
+            case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded() | Polled():
                 self.pulls.handle(event)
+                self.num_polls += isinstance(event, Polled)
             case PullOffered(pull, num_blocks):
                 self._tell("want", pull, num_blocks)
                 if self.makes_room:
@@ -124,7 +132,7 @@ class Worker:
                 self._tell("release", *block_ids)
             case PullFailed(pull, cause, _):
                 self._tell("gave up", pull, cause)
-            case Connect() | SendToSource() | AddSource() | DropSource() | StartRead() | Serve():
+            case Connect() | SendToSource() | AddSource() | DropSource() | StartRead() | Serve() | Poll():
                 self.transfers.carry_out(event)
             case _:
                 raise AssertionError(event)
@@ -192,6 +200,18 @@ class Net:
             read.finish()
         await self.source.expect(Settle)
         return pull
+
+    async def poll(self, seconds: float) -> None:
+        """So many seconds pass in which reads are open, and the mover polls."""
+        for _ in range(round(seconds / POLL_S)):
+            await self.poll_once()
+
+    async def poll_once(self) -> None:
+        """The time between two polls passes, and the pulls hear of a poll."""
+        heard = self.worker.num_polls
+        self.now += POLL_S
+        self.pulls.tick()
+        await self.until(lambda: self.worker.num_polls > heard)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -507,14 +527,14 @@ async def test_a_read_that_fails_gets_its_source_another_agent_once(net: Net) ->
 async def test_blocks_that_stay_in_quarantine_are_fenced(net: Net) -> None:
     """The agent is replaced: each read from that source fails, and later ones may succeed."""
     stuck = [await net.reading(), await net.reading(net.pull(R2))]
+    await net.poll(BOUND_S)  # only the time in quarantine counts
     for pull in stuck:
         net.pulls.abandon(pull, None, "aborted")
     net.worker.all_told()
-    net.pulls.tick(net.now + BOUND_S)
+    await net.poll(BOUND_S)
     await net.source.hear_all()
     assert net.counts == (0, 4, 4)
-    net.pulls.tick(net.now + BOUND_S + 0.1)
-    net.pulls.tick(net.now + BOUND_S + 0.2)  # the mover may not even have heard of it yet
+    await net.poll(POLL_S)
     assert sorted([await net.worker.next() for _ in range(4)]) == [("release", block) for block in (0, 1, 3, 4)]
     assert net.counts == (0, 0, 0)
     await net.reading()  # the mover has done all that came before
@@ -524,13 +544,13 @@ async def test_blocks_that_stay_in_quarantine_are_fenced(net: Net) -> None:
 
 async def test_a_read_that_never_ends_is_given_up(net: Net) -> None:
     """Its source is there and answers; only the connection that it goes over is broken, and nobody is told."""
+    net.now += 5.0  # nothing is read
     stuck = [await net.reading(), await net.reading(net.pull(R2))]
     net.worker.all_told()
-    net.pulls.tick(net.now + READ_BOUND_S)
+    await net.poll(READ_BOUND_S)
     await net.source.hear_all()
     assert net.counts == (2, 4, 0)
-    net.pulls.tick(net.now + READ_BOUND_S + 0.1)
-    net.pulls.tick(net.now + READ_BOUND_S + 0.2)
+    await net.poll(POLL_S)
     gave_up = [event for event in [await net.worker.next() for _ in range(6)] if event[0] == "gave up"]
     assert gave_up == [("gave up", pull, Cause.TRANSFER) for pull in stuck]
     await net.until(lambda: net.counts == (0, 0, 0))
@@ -543,16 +563,72 @@ async def test_a_read_that_waits_for_others_of_its_source_is_not_given_up(net: N
     """They share one connection. What counts is that nothing has ended for so long."""
     pull = await net.reading()
     source = net.source.incarnation
-    net.now += 0.9 * READ_BOUND_S
+    await net.poll(READ_BOUND_S - POLL_S)
     net.transport.reads[0].finish()
     await net.until(lambda: net.counts[1] == 1)
-    net.pulls.tick(net.now + 0.9 * READ_BOUND_S)
-    await net.source.hear_all()
+    await net.poll(READ_BOUND_S)
     assert net.transport.calls == [("add", source)]
-    net.pulls.tick(net.now + READ_BOUND_S + 0.1)
+    await net.poll(POLL_S)
     gave_up = [event for event in [await net.worker.next() for _ in range(2)] if event[0] == "gave up"]
     assert gave_up == [("gave up", pull, Cause.TRANSFER)]
     await net.until(lambda: net.transport.calls == [("add", source), ("drop", source), ("add", source)])
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+async def test_a_read_that_waits_for_reads_from_other_sources_is_not_given_up(net: Net, abandoned: bool) -> None:
+    """Every agent that may exist reads from others. Their reads end, or are given up."""
+    pull = await net.reading()
+    if abandoned:
+        net.pulls.abandon(pull, None, "aborted")
+    source, bound_s = net.source.incarnation, BOUND_S if abandoned else READ_BOUND_S
+    for read in net.transport.reads:
+        read.waiting = True
+    await net.poll(2 * bound_s)
+    for read in net.transport.reads:
+        read.waiting = False
+    await net.poll(bound_s)
+    assert net.transport.calls == [("add", source)]
+    await net.poll(POLL_S)
+    await net.until(lambda: net.transport.calls == [("add", source), ("drop", source), ("add", source)])
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+async def test_no_read_is_given_up_while_memory_is_registered(
+    net: Net, abandoned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may take a minute for a large cache. To give up the reads would begin it anew."""
+    source, registered = net.source.incarnation, threading.Event()
+    add_source = net.transport.add_source
+
+    def register(source: Incarnation, metadata: bytes) -> None:
+        assert registered.wait(WAIT_S)
+        add_source(source, metadata)
+
+    monkeypatch.setattr(net.transport, "add_source", register)
+    pull = await net.attached()
+    await net.source.send(ready(pull, 0, 10, 11, 12), done(pull))
+    assert (await net.worker.next())[0] == "want"
+    if abandoned:
+        net.pulls.abandon(pull, None, "aborted")
+    for _ in range(20):
+        net.now += 2 * READ_BOUND_S / 20
+        net.pulls.tick()
+        await asyncio.sleep(0.005)
+    assert (net.transport.calls, net.transport.reads) == ([], [])
+    registered.set()
+    await net.until(lambda: net.worker.num_polls == 1)
+    await net.poll(POLL_S)
+    assert net.transport.calls == [("add", source)]
+    finish(*net.transport.reads)
+    await net.source.expect(Detach if abandoned else Settle)
+
+
+async def test_a_worker_that_stood_still_gives_up_no_read(net: Net) -> None:
+    """Nobody knows what has arrived meanwhile. A sink that leaves in mid-read may take its source with it."""
+    await net.reading()
+    net.now += 10 * READ_BOUND_S
+    await net.poll(POLL_S)
+    assert (net.counts, net.transport.calls) == ((1, 2, 0), [("add", net.source.incarnation)])
 
 
 async def test_closing_ends_every_read(net: Net) -> None:

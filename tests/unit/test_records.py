@@ -145,3 +145,20 @@ def test_from_a_tree_with_changes_nothing_is_recorded(
     path.unlink()
     assert list((tree / "benchmarks" / "results").iterdir()) == []
     assert "not recorded, for there are changes" in capsys.readouterr().err
+
+
+def test_of_a_tree_that_changes_while_it_is_measured_nothing_is_recorded(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures would stand beside a commit that was not measured, or was so in part."""
+    began = records.clean_tree()
+    path = record("speed", workload={}, figures={}, seed=0, measured=began)
+    assert path.parent == tree / "benchmarks" / "results"
+    (tree / "gateway" / "code.py").write_text("# changed\n")
+    dirty = records.clean_tree()
+    commit(tree)
+    for measured in (began, dirty):
+        later = record("later", workload={}, figures={}, seed=0, measured=measured)
+        later.unlink()
+        assert later.parent != tree / "benchmarks" / "results"
+        assert "since the run began" in capsys.readouterr().err

@@ -168,11 +168,11 @@ def test_a_sequence_has_room_where_its_blocks_and_the_next_one_are_free(
     registry: Registry, num_tokens: int, used: int, room: bool
 ) -> None:
     registry.opened(D1, LIFE, welcome(Role.DECODE))
-    assert not registry.workers[D1].has_room(num_tokens), "nothing is known of it yet"
+    assert not registry.workers[D1].has_room(num_tokens, Tier.STANDARD), "nothing is known of it yet"
     registry.heartbeat(D1, load(used=used, total=10), 0.0)
-    assert registry.workers[D1].has_room(num_tokens) == room
+    assert registry.workers[D1].has_room(num_tokens, Tier.STANDARD) == room
     registry.lost(D1)
-    assert not registry.workers[D1].has_room(num_tokens)
+    assert not registry.workers[D1].has_room(num_tokens, Tier.STANDARD)
 
 
 def test_one_that_has_no_room_for_a_sequence_may_have_some_for_a_shorter_one(registry: Registry) -> None:
@@ -180,9 +180,44 @@ def test_one_that_has_no_room_for_a_sequence_may_have_some_for_a_shorter_one(reg
     registry.heartbeat(D1, load(total=10), 0.0)
     registry.no_room(D1, 40, 0.0)
     registry.no_room(D1, 50, 0.0)
-    assert [registry.workers[D1].has_room(num_tokens) for num_tokens in (39, 40, 50)] == [True, False, False]
+    assert [registry.workers[D1].has_room(num_tokens, Tier.STANDARD) for num_tokens in (39, 40, 50)] == [
+        True,
+        False,
+        False,
+    ]
     registry.heartbeat(D1, load(total=10), 2.0)
-    assert registry.workers[D1].has_room(50)
+    assert registry.workers[D1].has_room(50, Tier.STANDARD)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tier", "room"),
+    [
+        ((0, 4, 0), Tier.STANDARD, False),
+        ((0, 3, 0), Tier.STANDARD, True),
+        ((0, 3, 9), Tier.STANDARD, True),
+        ((1, 3, 0), Tier.STANDARD, False),
+        ((0, 4, 0), Tier.INTERACTIVE, True),
+        ((0, 4, 0), Tier.BATCH, False),
+    ],
+)
+def test_a_sequence_has_room_where_the_batch_has_a_place_for_it(
+    registry: Registry, sequences: tuple[int, int, int], tier: Tier, room: bool
+) -> None:
+    """Lower tiers give way. A worker would refuse the others."""
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    registry.heartbeat(D1, load(sequences=sequences, places=4, total=100), 0.0)
+    assert registry.workers[D1].has_room(1, tier) == room
+
+
+def test_of_several_sequences_that_end_the_heartbeat_has_counted_off_all_but_the_last(registry: Registry) -> None:
+    """What was counted off already would be taken for the end of others."""
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    work = Given(number=1, tier=Tier.STANDARD, num_sequences=16)
+    registry.took(D1, work)
+    assert registry.workers[D1].sequences == [0, 16, 0]
+    registry.heartbeat(D1, load(sequences=(0, 5, 0), places=8, received=2), 1.0)
+    registry.left(D1, LIFE, work, 2.0)
+    assert registry.workers[D1].sequences == [0, 4, 0]
 
 
 # --- what is in flight -----------------------------------------------------------------------------------------------

@@ -55,9 +55,14 @@ _CHAT = """
     add_generation_prompt chat_template chat_template_kwargs continue_final_message documents echo include_reasoning
     media_io_kwargs mm_processor_kwargs parallel_tool_calls reasoning_effort return_prompt_text
 """
+_TOKENIZE = """
+    add_generation_prompt add_special_tokens chat_template chat_template_kwargs continue_final_message messages
+    mm_processor_kwargs model prompt return_token_strs tools
+"""
 VLLM = set(_BOTH.split())
 VLLM_CHAT = VLLM | set(_CHAT.split())
 VLLM_COMPLETION = VLLM | {"prompt_embeds"}
+VLLM_TOKENIZE = set(_TOKENIZE.split())
 REFUSED: dict[str, list[Any]] = {
     "add_generation_prompt": [False, 1],
     "add_special_tokens": [1, "false"],
@@ -98,7 +103,7 @@ REFUSED: dict[str, list[Any]] = {
 FORBIDDING = ("allowed_token_ids", "bad_words")
 
 
-def kinds(name: str, schema: type[ChatRequest] | type[CompletionRequest]) -> list[str]:
+def kinds(name: str, schema: type[ChatRequest] | type[CompletionRequest] | type[TokenizeRequest]) -> list[str]:
     """How the gateway treats a field."""
     if name in schema.model_fields:
         return ["supported"]
@@ -133,6 +138,11 @@ def test_a_message_of_the_old_kind_is_refused_as_its_call_would_be_lost() -> Non
     with pytest.raises(ApiError, match="function_call"):
         parse(ChatRequest, {"messages": messages})
     parse(ChatRequest, {"messages": [{"role": "assistant", "content": "a", "function_call": None}]})
+
+
+@pytest.mark.parametrize("name", sorted(VLLM_TOKENIZE))
+def test_a_parameter_of_tokenize_is_treated_in_one_way(name: str) -> None:
+    assert len(kinds(name, TokenizeRequest)) == 1
 
 
 @pytest.mark.parametrize("name", sorted(OPENAI_CHAT | VLLM_CHAT))

@@ -165,7 +165,7 @@ def test_beside_vllm_the_least_is_told_with_the_most() -> None:
         rates = {"baton pair": (30.0, 20.0, 60.0, 90.0), "vllm single": (40.0, 40.0, 40.0, 40.0)}
         points = [(1, 0), (1, 1), (8, 0), (8, 1)]
         runs = [
-            {"system": system, "concurrency": at, "round": number, "output_tokens_per_s": rate}
+            {"system": system, "concurrency": at, "round": number, "output_tokens_per_s": rate, "ttft_p50_s": 1 / rate}
             for system, of in rates.items()
             for (at, number), rate in zip(points, of, strict=True)
         ]
@@ -174,7 +174,10 @@ def test_beside_vllm_the_least_is_told_with_the_most() -> None:
     one = run("15m", "float32", baton_pair=(1.5, 1.04), baton_colocated=(0.98, 1.7))
     other = run("0.5b", "bfloat16", baton_pair=(3.4, 5.3), baton_colocated=(3.6, 2.4))
     one_row, other_row = beside_vllm(one, other).splitlines()[2:]
-    assert one_row.startswith("| 15m, float32, 1 8 at a time, AVX2 | 0.62 to 1.88 times (0.50 to 2.25) | ")
+    assert one_row.startswith(
+        "| 15m, float32, 1 8 at a time, AVX2 | 0.62 to 1.88 times (0.50 to 2.25); "
+        "time to first token 0.56 to 1.67 times (0.44 to 2.00) | "
+    )
     assert one_row.endswith(" | 1.04 to 1.50 times (1.02 to 1.60) | 0.98 to 1.70 times (0.96 to 1.80) |")
     assert other_row.startswith("| 0.5b, bfloat16, 1 8 at a time, AVX2 | ")
     assert other_row.endswith(" | 3.40 to 5.30 times (3.38 to 5.40) | 2.40 to 3.60 times (2.38 to 3.70) |")

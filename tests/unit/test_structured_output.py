@@ -16,9 +16,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from common.runtime.grammar_limits import grammar_limits
-from gateway.intake import structured_output
+from gateway.intake import grammar_checks
+from gateway.intake.grammar_checks import checked
 from gateway.intake.schemas import CompletionRequest, parse
-from gateway.intake.structured_output import checked, compile_grammar, grammar_of
+from gateway.intake.structured_output import compile_grammar, grammar_of
 from gateway.web.http_errors import ApiError
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -71,11 +72,24 @@ def test_what_does_not_validate_is_not_taken(schema: dict[str, Any], text: str) 
         ({"type": "string", "pattern": r"^[^\x00-\x1f\\]+\\x01$"}, '"é\\\\x01"'),
         ({"type": "object", "properties": {"enum": {"const": "\n"}, "const": {}}}, r'{"enum":"\n","const":["a"]}'),
         ({"oneOf": [{"type": "integer", "multipleOf": 100_000}, {"type": "string"}]}, "300000"),
+        ({"type": "string", "format": "password"}, '"x"'),
+        ({"type": "string", "format": "json-pointer", "pattern": "^a+$"}, '"aa"'),
+        ({"type": "object", "properties": {"format": {"format": "regex"}}, "required": ["format"]}, '{"format":"é"}'),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"enum": [{"format": "no such"}]}}}, '{"format":"no such"}'),
     ],
 )
 def test_what_validates_is_taken(schema: dict[str, Any], text: str) -> None:
     jsonschema.validate(json.loads(text), schema)
     assert takes(schema, text)
+
+
+@pytest.mark.parametrize(
+    "name", ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)
+def test_formats_that_the_library_knows_are_kept(name: str) -> None:
+    """A string of another kind is not taken, whatever stands beside it."""
+    assert not takes({"type": "string", "format": name}, '"<no such thing>"')
+    assert not takes({"items": {"type": "string", "format": name}, "x": {"format": "password"}}, '["<no such thing>"]')
 
 
 @pytest.mark.parametrize(
@@ -163,7 +177,7 @@ import asyncio, json, sys
 from llguidance import LLTokenizer
 from common.engine.grammar import Grammars, GrammarState
 from common.engine.masks import Masks
-from gateway.intake import structured_output
+from gateway.intake import grammar_checks, structured_output
 """
     program += CHAINS
     program += """
@@ -171,7 +185,7 @@ async def main():
     kind, text = CHAINS[sys.argv[1]]()
     assert 60_000 < len(text) < 65_536, len(text)
     grammar, error = await asyncio.wrap_future(
-        structured_output._THREADS.submit(lambda: structured_output.compile_grammar(kind, text))
+        grammar_checks._THREADS.submit(lambda: structured_output.compile_grammar(kind, text))
     )
     print("refused" if error else "taken", error[:200])
     if not error:
@@ -204,21 +218,23 @@ def test_a_schema_within_a_grammar_has_the_bounds_of_others() -> None:
         ("choice", json.dumps(["a\x7fb", "c"])),
         ("choice", json.dumps(["x" * 60_000])),
         ("grammar", "start: <|im_start|> <[151657]> /[a-z]+/"),
+        ("grammar", '?start: select\n\n?select: "SELECT " name " FROM " name\n\nname: /[a-z]+/\n'),
+        ("grammar", 'start[capture]: "a"'),
     ],
-    ids=["properties", "values", "delete", "long", "tokens"],
+    ids=["properties", "values", "delete", "long", "tokens", "inlined start", "captured start"],
 )
 def test_what_is_large_or_odd_and_can_be_followed(kind: str, text: str) -> None:
     assert compile_grammar(kind, text)[1] == ""
 
 
 class Slow:
-    """A compilation that takes until it is let go, if need be."""
+    """A compilation that takes until it is let go, if need be, of whatever text it is given."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
         self.num_begun = 0
 
-    def __call__(self) -> tuple[str, str]:
+    def __call__(self, number: int) -> tuple[str, str]:
         self.num_begun += 1
         assert self.go.wait(60)
         return "grammar", ""
@@ -229,7 +245,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
     """With threads of its own, as nobody else's may be busy afterwards."""
     work = Slow()
     with ThreadPoolExecutor(2) as threads:
-        monkeypatch.setattr(structured_output, "_THREADS", threads)
+        monkeypatch.setattr(grammar_checks, "_THREADS", threads)
+        monkeypatch.setattr(grammar_checks, "_checks", {})
         yield work
         work.go.set()
 
@@ -240,26 +257,35 @@ async def until_begun(work: Slow, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def refusal(work: Slow) -> ApiError:
+def check(work: Slow, number: int) -> asyncio.Task[str]:
+    return asyncio.create_task(checked("guided_json", work, number))
+
+
+async def refusal(work: Slow, number: int) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        await checked("guided_json", work)
+        await checked("guided_json", work, number)
     return caught.value
 
 
 async def test_what_takes_too_long_to_check_may_come_back(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that does something else takes longer for the same: that is no fault of the request."""
-    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.05)
-    error = await refusal(slow)
+    monkeypatch.setattr(grammar_checks, "COMPILE_TIMEOUT_S", 0.05)
+    error = await refusal(slow, 0)
     assert (error.status, error.code, error.param) == (429, "capacity", "guided_json")
     assert "0.05 s" in error.message
     assert error.response(1).headers["Retry-After"] == "1"
+    monkeypatch.setattr(grammar_checks, "COMPILE_TIMEOUT_S", 60)
+    again = check(slow, 0)
+    slow.go.set()
+    assert await again == "grammar"
+    assert slow.num_begun == 1, "what took too long went on, and nobody did it again"
 
 
 async def test_the_time_to_check_begins_with_the_check(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long those before it take."""
-    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 60)
-    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 1)
-    before = [asyncio.create_task(refusal(slow)) for _ in range(2)]
+    monkeypatch.setattr(grammar_checks, "MAX_WAIT_S", 60)
+    monkeypatch.setattr(grammar_checks, "COMPILE_TIMEOUT_S", 1)
+    before = [asyncio.create_task(refusal(slow, number)) for number in range(2)]
     await until_begun(slow, 2)
     waiting = asyncio.create_task(grammar_of(parse(CompletionRequest, {"prompt": "a", "guided_regex": "[0-9]"})))
     assert [error.status for error in await asyncio.gather(*before)] == [429, 429]
@@ -269,35 +295,97 @@ async def test_the_time_to_check_begins_with_the_check(slow: Slow, monkeypatch: 
 
 
 async def test_who_waits_in_vain_may_come_back(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 60)
-    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 60)
-    before = [asyncio.create_task(checked("guided_json", slow)) for _ in range(2)]
+    monkeypatch.setattr(grammar_checks, "COMPILE_TIMEOUT_S", 60)
+    monkeypatch.setattr(grammar_checks, "MAX_WAIT_S", 60)
+    before = [check(slow, number) for number in range(2)]
     await until_begun(slow, 2)
-    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 0.05)
-    error = await refusal(slow)
+    monkeypatch.setattr(grammar_checks, "MAX_WAIT_S", 0.05)
+    error = await refusal(slow, 2)
     assert (error.status, error.code) == (429, "capacity")
     assert error.response(1).headers["Retry-After"] == "1"
-    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 60)
+    monkeypatch.setattr(grammar_checks, "MAX_WAIT_S", 60)
     slow.go.set()
     assert await asyncio.gather(*before) == ["grammar", "grammar"]
-    assert await checked("guided_json", slow) == "grammar"
+    assert await checked("guided_json", slow, 3) == "grammar"
     assert slow.num_begun == 3, "nobody does the work of those that have left"
 
 
 async def test_only_so_many_wait(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured_output, "MAX_WAITING", 5)
-    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 60)
-    monkeypatch.setattr(structured_output, "MAX_WAIT_S", 60)
-    running = [asyncio.create_task(checked("guided_json", slow)) for _ in range(2)]
+    monkeypatch.setattr(grammar_checks, "MAX_WAITING", 5)
+    monkeypatch.setattr(grammar_checks, "COMPILE_TIMEOUT_S", 60)
+    monkeypatch.setattr(grammar_checks, "MAX_WAIT_S", 60)
+    running = [check(slow, number) for number in range(2)]
     await until_begun(slow, 2)
-    waiting = [asyncio.create_task(checked("guided_json", slow)) for _ in range(5)]
+    waiting = [check(slow, number) for number in range(2, 7)]
     await asyncio.sleep(0)
-    assert (await refusal(slow)).status == 429
+    assert (await refusal(slow, 7)).status == 429
     waiting[0].cancel()
     await asyncio.gather(waiting[0], return_exceptions=True)
-    running.append(asyncio.create_task(checked("guided_json", slow)))
+    running.append(check(slow, 7))
     await asyncio.sleep(0)
     assert not running[-1].done()
     slow.go.set()
     assert await asyncio.gather(*running, *waiting[1:]) == ["grammar"] * 7
     assert slow.num_begun == 7
+
+
+async def test_one_text_is_checked_once_for_however_many(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch job sends hundreds of requests with one schema, and all connections may be read in one turn."""
+    monkeypatch.setattr(grammar_checks, "MAX_WAITING", 1)
+    monkeypatch.setattr(grammar_checks, "COMPILE_TIMEOUT_S", 60)
+    monkeypatch.setattr(grammar_checks, "MAX_WAIT_S", 60)
+    at_once = [check(slow, 0) for _ in range(200)]
+    await until_begun(slow, 1)
+    at_once[0].cancel()
+    slow.go.set()
+    _, *others = await asyncio.gather(*at_once, return_exceptions=True)
+    assert others == ["grammar"] * 199
+    assert await asyncio.gather(*(checked("guided_json", slow, 0) for _ in range(200))) == ["grammar"] * 200
+    assert slow.num_begun == 1
+
+
+async def test_what_failed_by_no_fault_of_the_text_is_checked_again() -> None:
+    errors = [MemoryError("no memory")]
+
+    def compile_it(number: int) -> tuple[str, str]:
+        if errors:
+            raise errors.pop()
+        return "grammar", ""
+
+    with pytest.raises(MemoryError):
+        await checked("guided_json", compile_it, 0)
+    assert await checked("guided_json", compile_it, 0) == "grammar"
+
+
+async def test_what_failed_while_nobody_waited_is_checked_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [MemoryError("no memory")]
+
+    def compile_it(number: int) -> tuple[str, str]:
+        slow(number)
+        if errors:
+            raise errors.pop()
+        return "grammar", ""
+
+    monkeypatch.setattr(grammar_checks, "COMPILE_TIMEOUT_S", 0.05)
+    with pytest.raises(ApiError):
+        await checked("guided_json", compile_it, 0)
+    (failing,) = grammar_checks._checks.values()
+    slow.go.set()
+    with pytest.raises(MemoryError):
+        await failing.ended
+    monkeypatch.setattr(grammar_checks, "COMPILE_TIMEOUT_S", 60)
+    assert await checked("guided_json", compile_it, 0) == "grammar"
+
+
+async def test_only_the_last_outcomes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "_MAX_KEPT", 3)
+    monkeypatch.setattr(grammar_checks, "_checks", {})
+    made: list[int] = []
+
+    def compile_it(number: int) -> tuple[str, str]:
+        made.append(number)
+        return f"grammar {number}", ""
+
+    for number in (0, 1, 2, 0, 3, 0, 1):
+        assert await checked("guided_json", compile_it, number) == f"grammar {number}"
+    assert made == [0, 1, 2, 3, 1], "what was asked for long ago is made again"

@@ -15,8 +15,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from ipaddress import IPv4Network
 from queue import SimpleQueue
+from typing import Literal
 
 import msgpack
 import pytest
@@ -29,7 +31,7 @@ from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
 from common.runtime.peer_networks import PeerNetworks
 from kv_transfer import nixl_transport, zmq_transport
-from kv_transfer.events import AddSource, DropSource, Serve, StartRead
+from kv_transfer.events import AddSource, DropSource, Poll, Serve, StartRead
 from kv_transfer.mover import (
     LONGEST_SERVING_POLL_INTERVAL_S,
     SERVING_POLL_INTERVAL_S,
@@ -223,11 +225,13 @@ def test_a_read_that_waits_for_an_agent_is_not_overtaken(pair: Callable[..., Pai
     first = sink.start_read(busy.incarnation, [0], [0])
     waiting = sink.start_read(other.incarnation, [1], [1])
     later = sink.start_read(busy.incarnation, [2], [2])
+    assert [read.waiting for read in (first, waiting, later)] == [False, True, True]
     poll_to_end(first, busy.source, sink)
     for _ in range(20):
         busy.source.poll()
         sink.poll()
     assert (waiting.state, later.state) == (ReadState.PENDING,) * 2, "the fault: the other source is not polled"
+    assert (waiting.waiting, later.waiting) == (False, True)
     poll_to_end(later, busy.source, other.source, sink)
     assert (waiting.state, later.state) == (ReadState.DONE,) * 2
     sink.close()
@@ -812,19 +816,21 @@ def test_a_slow_connection_is_not_taken_for_a_lost_one(pair: Callable[..., Pair]
 class Watched:
     """A mover over a faulty transport, and what it told."""
 
-    def __init__(self, transport: Faulty) -> None:
+    def __init__(self, transport: Faulty, device: Literal["cpu", "cuda"] = "cpu") -> None:
         self.transport = transport
         self.ends: dict[int, TransferError | None] = {}
         self.fatal: list[Exception] = []
-        self.mover = Mover(Cache(8, 64).region, lambda: transport, self._on_read, self.fatal.append)
+        self.polled: list[frozenset[ReadId]] = []
+        region = replace(Cache(8, 64).region, device=device)
+        self.mover = Mover(region, lambda: transport, self._on_read, self.fatal.append, self.polled.append)
 
     def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
         assert read_id not in self.ends, "told twice"
         self.ends[read_id] = error
 
-    def read(self, read_id: int, source: str = "s") -> None:
+    def read(self, read_id: int, source: str = "s", checksums: tuple[int, ...] | None = None) -> None:
         """Start a read of one block."""
-        self.mover.carry_out(StartRead(ReadId(read_id), Incarnation(source), (read_id,), (read_id,), None))
+        self.mover.carry_out(StartRead(ReadId(read_id), Incarnation(source), (read_id,), (read_id,), checksums))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for the mover to get there."""
@@ -945,6 +951,53 @@ async def test_a_refused_source_fails_its_reads_only(watched: Watched) -> None:
     watched.mover.carry_out(AddSource(Incarnation("bad"), b""))
     watched.read(3, "bad")
     await watched.until(lambda: len(watched.transport.reads) == 2)
+    await watched.mover.close()
+
+
+async def test_a_device_without_checksums_fails_the_reads_that_have_some_and_goes_on() -> None:
+    """A source that runs with --checksums, or a faulty one."""
+    watched = Watched(Faulty(), device="cuda")
+    await watched.mover.start()
+    watched.read(1, checksums=(1,))
+    watched.read(2)
+    await watched.until(lambda: 1 in watched.ends and bool(watched.transport.reads))
+    assert "cannot verify" in str(watched.ends[1])
+    for read in watched.transport.reads:
+        read.finish()
+    await watched.until(lambda: 2 in watched.ends)
+    assert (watched.ends[2], watched.fatal) == (None, [])
+    await watched.mover.close()
+
+
+async def test_a_poll_is_reported_after_everything_before_it(watched: Watched) -> None:
+    watched.read(1)
+    watched.read(2)
+    watched.mover.carry_out(Poll())
+    await watched.until(lambda: len(watched.polled) == 1)
+    assert (len(watched.transport.reads), watched.polled) == (2, [frozenset()])
+    watched.transport.reads[1].waiting = True
+    watched.mover.carry_out(Poll())
+    await watched.until(lambda: len(watched.polled) == 2)
+    assert watched.polled[1] == {2}
+    watched.transport.reads[1].finish()
+    watched.mover.carry_out(Poll())
+    await watched.until(lambda: len(watched.polled) == 3)
+    assert (watched.polled[2], watched.ends) == (frozenset(), {2: None}), "an end comes before the poll that shows it"
+    await watched.mover.close()
+
+
+async def test_a_source_counts_once_however_often_it_is_connected(watched: Watched) -> None:
+    async def connect_and_read(read_id: int) -> None:
+        watched.mover.carry_out(AddSource(Incarnation("s"), b""))
+        watched.read(read_id)
+        await watched.until(lambda: len(watched.transport.reads) == read_id)
+        watched.transport.reads[-1].finish()
+        await watched.until(lambda: read_id in watched.ends)
+        watched.mover.carry_out(DropSource(Incarnation("s")))
+
+    await connect_and_read(1)
+    await connect_and_read(2)
+    assert watched.mover.bandwidths.state() == {"sources_read": {"unknown": 1}, "fallbacks": 0}
     await watched.mover.close()
 
 

@@ -6,10 +6,15 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 
+from common.contract.ids import new_incarnation
+from kv_transfer import nixl_transport
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.regions import RankPart, Region
 from kv_transfer.routes import ReadRoute, Way, way_of
 from kv_transfer.ucx_log import MAX_TABLES, UcxLog
 
@@ -56,10 +61,10 @@ class Written:
     def _flush(self) -> None:
         self.num_flushes += 1
 
-    def route(self, agent: str = AGENT, block_bytes: int = MIB, device: str = "cpu") -> ReadRoute:
-        """What is known by now."""
+    def route(self, agent: str = AGENT, *sizes: int, device: str = "cpu") -> ReadRoute:
+        """What is known by now, of reads of `sizes` bytes, or of 1 MiB."""
         self.log.drain()
-        return self.log.route(agent, block_bytes, device)
+        return self.log.route(agent, sizes or (MIB,), device)
 
 
 @pytest.fixture
@@ -111,7 +116,7 @@ def test_the_row_of_the_blocks_size_counts(written: Written) -> None:
         ("524289..inf", "zero-copy", "rc_mlx5/mlx5_0:1"),
     )
     written.write(table(AGENT, "inter-node", HOST, *rows))
-    ways = [written.route(block_bytes=size).way for size in (0, 4096, 2**19, MIB)]
+    ways = [written.route(AGENT, size).way for size in (0, 4096, 2**19, MIB)]
     assert ways == [Way.RDMA, Way.TCP, Way.SHARED_MEMORY, Way.RDMA]
 
 
@@ -132,6 +137,71 @@ def test_tables_of_other_memory_operations_and_peers_do_not_count(written: Writt
     written.write(table(AGENT, "intra-node", GPU, ("0..inf", "zero-copy", "cuda_ipc/cuda")))
     assert written.route(device="cuda").way is Way.CUDA_IPC
     assert written.route().way is Way.SHARED_MEMORY
+
+
+def test_the_slowest_way_between_any_two_gpus_counts(written: Written) -> None:
+    """UCX prints a table for each pair of devices that two groups of ranks use."""
+    other = GPU.replace("GPU0", "GPU1").replace("dev[1]", "dev[2]")
+    written.write(table(AGENT, "inter-node", GPU, ("0..inf", "zero-copy", "tcp/eth0")))
+    written.write(table(AGENT, "inter-node", other, ("0..inf", "zero-copy", "rc_mlx5/mlx5_0:1")))
+    assert written.route(device="cuda") == ReadRoute(way=Way.TCP, wire="tcp/eth0", same_host=False)
+    written.write(table(AGENT, "inter-node", GPU, ("0..inf", "zero-copy", "cuda_ipc/cuda")))
+    assert written.route(device="cuda").way is Way.RDMA, "the latest table of each pair counts"
+    written.write(table(AGENT, "inter-node", other, ("0..inf", "zero-copy", "new_thing/dev0")))
+    assert written.route(device="cuda").way is Way.UNKNOWN, "which --require-rdma must not accept"
+    written.log.forget(AGENT)
+    assert written.route(device="cuda") == ReadRoute()
+
+
+def test_a_table_without_its_rows_leaves_the_way_open(written: Written) -> None:
+    written.write(table(AGENT, "intra-node", GPU, ("0..inf", "zero-copy", "cuda_ipc/cuda")))
+    written.write(table(AGENT, "intra-node", GPU.replace("GPU0", "GPU1")))
+    assert (written.route(device="cuda").way, written.route(device="cuda").wire) == (Way.UNKNOWN, "")
+
+
+def test_the_slowest_way_of_the_sizes_counts(written: Written) -> None:
+    written.write(
+        table(AGENT, "inter-node", HOST, ("0..64K", "short", "tcp/eth0"), ("65537..inf", "zero-copy", "rc/m:1"))
+    )
+    assert written.route(AGENT, MIB, 2 * MIB).way is Way.RDMA
+    assert written.route(AGENT, MIB, 4096).way is Way.TCP
+
+
+def test_host_memory_that_is_read_from_a_gpu_is_host_memory(written: Written) -> None:
+    title = "remote memory read by ucp_get*(multi) into host memory from cuda/dev[0]"
+    written.write(table(AGENT, "inter-node", title, ("0..inf", "zero-copy", "rc_mlx5/mlx5_0:1")))
+    assert written.route().way is Way.RDMA
+    assert written.route(device="cuda") == ReadRoute()
+
+
+class Asked(UcxLog):
+    """A log that tells nothing, and what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(None, lambda: None)
+        self.sizes: list[Sequence[int]] = []
+
+    def route(self, agent: str, sizes: Sequence[int], device: str) -> ReadRoute:
+        self.sizes.append(sizes)
+        return ReadRoute()
+
+
+def test_a_link_asks_for_the_sizes_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read has the size of a block where the parts of the sink are not those of the source."""
+    asked = Asked()
+    monkeypatch.setattr(nixl_transport, "ucx_log", lambda: asked)
+    theirs, ours = (np.zeros(4 * 4096, np.uint8) for _ in range(2))
+    address, me, you = ours.ctypes.data, new_incarnation(), new_incarnation()
+    parts = (RankPart(address, 0, 1024), RankPart(address + 4 * 1024, 1024, 4096))
+    source = NixlTransport(Region.of_one_part(address=theirs.ctypes.data, num_blocks=4, block_bytes=4096), you)
+    sink = NixlTransport(Region(parts=parts, num_blocks=4, block_bytes=4096), me)
+    try:
+        sink.add_source(you, source.metadata())
+        sink.route(you)
+        assert [sorted(sizes) for sizes in asked.sizes] == [[1024, 3072]]
+    finally:
+        sink.close()
+        source.close()
 
 
 def test_a_table_that_is_half_written_is_read_on(written: Written) -> None:
@@ -177,7 +247,7 @@ def test_a_log_that_goes_elsewhere_tells_nothing() -> None:
     told = UcxLog(None, lambda: pytest.fail("there is nothing to flush"))
     told.drain()
     assert not told.heard
-    assert told.route(AGENT, MIB, "cpu") == ReadRoute()
+    assert told.route(AGENT, (MIB,), "cpu") == ReadRoute()
 
 
 @pytest.mark.processes

@@ -148,7 +148,8 @@ class Decode(_Work):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort(RequestMessage):
     """Give the request up, or one choice of it, and free everything that it holds; no effect if it is unknown. Only a
-    decode worker that generates the choice gives it up. It says nothing, unless the request has finished with that."""
+    decode worker that generates the choice, or has cut it, gives it up. For a choice that was cut it sends `Moved`, for
+    another one nothing, unless the request has finished with that."""
 
     choice: Choice | None = None
     """The only choice that is given up; None: the request is."""

@@ -16,7 +16,7 @@ from common.engine.kernels.decode_runs import DecodeRuns
 from common.engine.kernels.prefill_attention import PrefillTiling, prefill_attention
 from common.engine.kernels.query_runs import aligned_runs, longest_run, query_runs, query_tiles
 from common.engine.kernels.skinny import SkinnyTiling, skinny
-from common.engine.kernels.tiles import describe, padded
+from common.engine.kernels.tiles import cache_rows, describe, padded
 from common.engine.kernels.tuning import INVARIANT_RUN, Kind, Tuning
 from common.engine.linear import FEW_ROWS, Linear, sum_in_float32
 from common.engine.ragged import RaggedBatch
@@ -58,6 +58,11 @@ class TritonBackend(PlainProducts):
         self.add_norm = layer.add_norm
         self.silu_mul = layer.silu_mul
         self.best = sampler.best
+
+    @property
+    def invariant_run(self) -> int | None:
+        """See `Backend.invariant_run`."""
+        return self.run_keys if self._invariant else None
 
     def norm_project(
         self, h_TE: torch.Tensor, delta_TE: torch.Tensor | None, norm_E: torch.Tensor, eps: float, linear: Linear
@@ -145,7 +150,7 @@ class TritonBackend(PlainProducts):
             longest = max(batch.seq_lens[:num])
             shape = _shape(q_THD, kv_layer)
             if self._invariant:
-                tiling, _ = self._invariant_tilings(shape)
+                tiling, _ = self._invariant_tilings(shape, kv_layer)
             else:
                 tiling = self._tuning.decode(**shape, num_rows=num * num_kv_heads, max_seq_len=longest)
             runs = tiling.runs(
@@ -181,9 +186,9 @@ class TritonBackend(PlainProducts):
         if window not in self._runs:
             shape = _shape(q_THD, kv_layer)
             if self._invariant:
-                _, tiling = self._invariant_tilings(shape)
+                _, tiling = self._invariant_tilings(shape, kv_layer)
             else:
-                tiling = self._tuning.prefill(**shape)
+                tiling = self._tuning.prefill(**shape, cache_rows=cache_rows(kv_layer))
             self._runs[window] = self._cut(batch, tiling, shape, kv_layer.shape[1], window)
         tiling, launches = self._runs[window]
         for runs_R5, splits_S4, num_places in launches:
@@ -203,10 +208,14 @@ class TritonBackend(PlainProducts):
                 kv_descriptor=self._described(kv_layer, tiling.tile) if tiling.copy_engine else None,
             )
 
-    def _invariant_tilings(self, shape: dict[str, int]) -> tuple[DecodeTiling, PrefillTiling]:
+    def _invariant_tilings(self, shape: dict[str, int], kv_layer: torch.Tensor) -> tuple[DecodeTiling, PrefillTiling]:
         """For decode tokens, and for chunks."""
         return self._tuning.invariant(
-            head_dim=shape["head_dim"], itemsize=shape["itemsize"], block_size=shape["block_size"], run=self.run_keys
+            head_dim=shape["head_dim"],
+            itemsize=shape["itemsize"],
+            block_size=shape["block_size"],
+            cache_rows=cache_rows(kv_layer),
+            run=self.run_keys,
         )
 
     def _described(self, kv_layer: torch.Tensor, tile: int) -> TensorDescriptor:

@@ -20,6 +20,8 @@ LAUNCHES_EARLY = False
 """Whether kernels are launched early (`early`). Not by default as long as it is not measured that it gains time and
 changes no bit: `python -m benchmarks.gpu engine --only "early llama-3-8b"`."""
 LOG2_E = 1.4426950408889634
+MOST_ROWS = 2**31 - 1
+"""Most rows of a cache of which the copy engine can load tiles: a row's number is a signed 32-bit integer."""
 MIN_DOT = 16
 """Least rows, columns and depth that `tl.dot` takes."""
 
@@ -74,13 +76,20 @@ def await_inputs(EARLY: tl.constexpr):
         gdc_wait()
 
 
-def describe(kv_layer: torch.Tensor, tile: int) -> TensorDescriptor:
-    """What the copy engine must know of `kv_layer`, `[num_blocks, K, 2, block_size, D]`, to load tiles of keys or of
-    values: its memory as rows of D elements, of which `tile` are loaded at a time."""
+def cache_rows(kv_layer: torch.Tensor) -> int:
+    """Rows of D elements in the memory of `kv_layer`, `[num_blocks, K, 2, block_size, D]`, from its first to its last
+    one, other layers' included."""
     num_blocks, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     extent = (num_blocks - 1) * kv_layer.stride(0) + (num_kv_heads - 1) * kv_layer.stride(1)
-    shape = (extent // head_dim + 2 * block_size, head_dim)
-    assert shape[0] < 2**31, "a row's number has 32 bits"
+    return extent // head_dim + 2 * block_size
+
+
+def describe(kv_layer: torch.Tensor, tile: int) -> TensorDescriptor:
+    """What the copy engine must know of `kv_layer` to load tiles of keys or of values: its memory as `cache_rows` rows,
+    at most `MOST_ROWS`, of which `tile` are loaded at a time."""
+    head_dim = kv_layer.shape[-1]
+    shape = (cache_rows(kv_layer), head_dim)
+    assert shape[0] <= MOST_ROWS
     rows = torch.as_strided(kv_layer, shape, (head_dim, 1), kv_layer.storage_offset())
     return TensorDescriptor.from_tensor(rows, [tile, padded(head_dim)])
 

@@ -21,7 +21,7 @@ import torch
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.skinny import SkinnyTiling
-from common.engine.kernels.tiles import padded
+from common.engine.kernels.tiles import MOST_ROWS, padded
 
 Kind = Literal["plain", "gate", "onto"]
 """What goes with a product of few rows: nothing, gates after it, or an addition after it."""
@@ -83,29 +83,32 @@ class Tuning:
         size = padded(head_dim)
         return DecodeTiling(num_stages=5 if size * itemsize <= 256 else 3, tile=64 if itemsize == 2 else 4096 // size)
 
-    def prefill(self, *, head_dim: int, itemsize: int, block_size: int, group: int) -> PrefillTiling:
-        """The tiling of prefill attention, for chunks of any length."""
+    def prefill(
+        self, *, head_dim: int, itemsize: int, block_size: int, group: int, cache_rows: int = 0
+    ) -> PrefillTiling:
+        """The tiling of prefill attention, for chunks of any length. `cache_rows` is what `tiles.cache_rows` gives for
+        the cache: where there are too many, the copy engine is not used."""
         if tuned := self._nearest("prefill", head_dim, itemsize, {"group": group, "block_size": block_size}):
             tiling = PrefillTiling(**tuned)
-            if not tiling.copy_engine or _copied(head_dim, itemsize, block_size, tiling.tile):
+            if not tiling.copy_engine or _copied(head_dim, itemsize, block_size, tiling.tile, cache_rows):
                 return tiling
-        return self._default_prefill(head_dim, itemsize, block_size)
+        return self._default_prefill(head_dim, itemsize, block_size, cache_rows)
 
     def invariant(
-        self, *, head_dim: int, itemsize: int, block_size: int, run: int = INVARIANT_RUN
+        self, *, head_dim: int, itemsize: int, block_size: int, cache_rows: int = 0, run: int = INVARIANT_RUN
     ) -> tuple[DecodeTiling, PrefillTiling]:
         """The tilings for decode tokens and for chunks with which a row has the same bits in both, whatever the batch:
-        with one tile of keys, and runs of `run` keys. The table has none of these."""
-        prefill = self._default_prefill(head_dim, itemsize, block_size)
+        with one tile of keys, and runs of `run` keys. The table has none of these. `cache_rows` as for `prefill`."""
+        prefill = self._default_prefill(head_dim, itemsize, block_size, cache_rows)
         assert run % prefill.tile == 0
         run_tiles, num_stages = run // prefill.tile, 5 if padded(head_dim) * itemsize <= 256 else 3
         decode = DecodeTiling(tile=prefill.tile, num_stages=num_stages, run_tiles=run_tiles)
         return decode, replace(prefill, run_tiles=run_tiles)
 
-    def _default_prefill(self, head_dim: int, itemsize: int, block_size: int) -> PrefillTiling:
+    def _default_prefill(self, head_dim: int, itemsize: int, block_size: int, cache_rows: int) -> PrefillTiling:
         if itemsize == 4:  # float32: three TF32 products for each one, so more rows do not fit into the registers
             return PrefillTiling(rows=16, tile=32 if padded(head_dim) <= 128 else 16, num_warps=4)
-        copied = self._copy_engine and _copied(head_dim, itemsize, block_size, PrefillTiling().tile)
+        copied = self._copy_engine and _copied(head_dim, itemsize, block_size, PrefillTiling().tile, cache_rows)
         if padded(head_dim) <= 128 and copied:
             return PrefillTiling(num_warps=4, copy_engine=True)
         if padded(head_dim) <= 128:
@@ -140,9 +143,10 @@ def measured_for(entry: dict[str, Any]) -> tuple[Any, ...]:
     return entry["kernel"], entry.get("head_dim"), entry["itemsize"], tuple(sorted(entry["shape"].items()))
 
 
-def _copied(head_dim: int, itemsize: int, block_size: int, tile: int) -> bool:
-    """Whether a copy engine can load tiles of keys: a tile must lie in one block, and a row be of 16-byte units."""
-    return block_size % tile == 0 and head_dim * itemsize % 16 == 0
+def _copied(head_dim: int, itemsize: int, block_size: int, tile: int, cache_rows: int) -> bool:
+    """Whether a copy engine can load tiles of keys: a tile must lie in one block, a row be of 16-byte units, and each
+    row of the cache have a number."""
+    return block_size % tile == 0 and head_dim * itemsize % 16 == 0 and cache_rows <= MOST_ROWS
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,7 @@
 """Kernels in C for CPUs, compiled once for each machine and kept in the user's cache.
 
-Compiling needs a C compiler (`cc`), and takes some seconds. If there is no compiler, or it fails, the engine
-computes with torch alone and logs a warning.
+Compiling needs a C compiler (`cc`), and takes some seconds. If there is no compiler, or it fails, or there are no
+kernels for the model's head dimension, the engine computes with torch alone and logs a warning.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ enum {
     PATIENCE = 1000, /* rounds of waiting after which a processor is left to others */
 };
 #define CLOSED (LONG_MAX / 2)
+#define RETRY_NS 1000000000L /* how long no helper is started after one could not be */
 
 static struct {
     atomic_flag taken;       /* by a thread with a job; another one does its job alone */
@@ -101,14 +102,21 @@ static void forget_helpers(void) {
     pthread_cond_init(&crew.woken, NULL);
 }
 
-/* Start as many helpers as are still missing. If that fails, there are fewer. Signals are for the other threads. */
+/* Start as many helpers as are still missing. If that fails, there are fewer, and it is tried again later. Signals are
+   for the other threads. */
 static void start_helpers(int wanted) {
+    static int registered; /* for forks, also in a process that was forked */
+    static long retry_at_ns;
+    if (now_ns() < retry_at_ns) return;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
-    if (!crew.started) pthread_atfork(NULL, NULL, forget_helpers);
+    if (!registered) registered = !pthread_atfork(NULL, NULL, forget_helpers);
     for (pthread_t helper; crew.started < wanted && crew.started < MOST_HELPERS; crew.started++) {
-        if (pthread_create(&helper, NULL, help, (void *)(long)crew.started)) break;
+        if (pthread_create(&helper, NULL, help, (void *)(long)crew.started)) {
+            retry_at_ns = now_ns() + RETRY_NS;
+            break;
+        }
         pthread_detach(helper);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);

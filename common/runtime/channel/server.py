@@ -162,8 +162,13 @@ class ControlServer:
         """The clients with a session."""
         return tuple(self._sessions)
 
+    def abandon(self) -> None:
+        """Close the socket at once, without a word to anybody: to its clients the worker has crashed."""
+        self._sessions.clear()
+        self._context.destroy(linger=0)
+
     async def close(self) -> None:
-        """Send the unsent messages and a Goodbye to every peer, then close the socket."""
+        """Send the unsent messages and a Goodbye to every peer, then close the socket; after `abandon`, do nothing."""
         for peer, session in self._sessions.items():
             with contextlib.suppress(zmq.Again, ProtocolError):
                 while session.outbox:
@@ -171,6 +176,8 @@ class ControlServer:
                     session.outbox.left()
                 self._send_now(peer, encode(self._me, [Goodbye()]))
         self._sessions.clear()
+        if self._context.closed:
+            return
         try:
             await asyncio.sleep(_GOODBYE_S)
         finally:

@@ -58,7 +58,6 @@ export class Plots {
   }
 
   drawGoodput(slots) {
-    const perBar = SLOTS_PER_BAR * this.recent.slot_s;
     const bars = [];
     // Bars begin at multiples, so that they move on as they are and do not change on the way.
     const first = this.recent.current - slots.length;
@@ -68,9 +67,13 @@ export class Plots {
       const bar = bars.at(-1);
       bar.to = index + 1;
       if (!slot) continue;
-      bar.parts[0] += slot.met / perBar;
-      bar.parts[1] += (slot.finished - slot.met) / perBar;
-      bar.parts[2] += (slot.refused + slot.failed) / perBar;
+      bar.parts[0] += slot.met;
+      bar.parts[1] += slot.finished - slot.met;
+      bar.parts[2] += slot.refused + slot.failed;
+    }
+    for (const bar of bars) { // the first and the last one may have fewer slots
+      const lasts = (bar.to - bar.from) * this.recent.slot_s;
+      bar.parts = bar.parts.map((number) => number / lasts);
     }
     const highest = Math.max(...bars.map((bar) => bar.parts[0] + bar.parts[1] + bar.parts[2]), 0);
     const chart = new Chart(element('goodput-plot'), slots.length, highest, count);
