@@ -72,7 +72,7 @@ def handoff(*runs: Run) -> str:
         [name, *("{p50:.1f} ms (P90 {p90:.1f})".format(**run["figures"][figure]) for run in runs)]
         for name, figure in spreads.items()
     ]
-    steps = [f"{run['figures']['first_gap_in_decode_steps']:.1f}" for run in runs]
+    steps = [f"{run['figures']['first_gap_in_decode_steps']:.2f}" for run in runs]
     rows.append(["the same, in decode steps (the aim: less than 2)", *steps])
     names = {"demo": "demo model (0.5 M weights)", "15m": "random Llama (15 M weights)"}
     return table(["", *(names[run["workload"]["model"]] for run in runs)], rows)
