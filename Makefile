@@ -57,7 +57,7 @@ gpu: $(STAMP)
 
 # The protocol, exhaustively, with more going wrong at once than in `make test`.
 model: $(STAMP)
-	$(BIN)/python tests/model/handoff_scenarios.py
+	PYTHONPATH=tests $(BIN)/python tests/model/handoff_scenarios.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .

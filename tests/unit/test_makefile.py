@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,16 @@ def test_what_the_stack_serves_may_be_set_in_variables(folder: Path) -> None:
     assert "--port 9000" in told
     assert "--model /models/y" in make(folder, "--dry-run", "serve", MODEL="/models/y", **variables).stdout
     assert "--model demo --prefill 1" in make(folder, "--dry-run", "serve").stdout
+
+
+def test_the_searches_of_the_model_find_what_they_import() -> None:
+    """They are a script, beside tests that find each other by pytest's settings."""
+    require("make")
+    (line,) = make(MAKEFILE.parent, "--dry-run", "model").stdout.splitlines()[-1:]
+    named = f"{line} 'a refusal, and a lost message'"
+    command = named.replace(".venv/bin/python", sys.executable)
+    ran = subprocess.run(
+        command, shell=True, cwd=MAKEFILE.parent, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "every promise kept" in ran.stdout
