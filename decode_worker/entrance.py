@@ -160,7 +160,7 @@ class Entrance:
 
     def promise_place(self, request: DecodeRequest) -> bool:
         """Whether the sequence of `request`, which moves here and has its blocks, will have a place in the batch when
-        it begins. If so, the place is kept: until it has begun, no more sequences are let in than can run."""
+        it begins. If so, the place is kept: until the pull has settled, no more sequences are let in than can run."""
         rank = request.work.tier.rank
         if not self._admission.has_places_at_once(rank, self._batch.num_kept_from(rank)):
             return False

@@ -21,7 +21,8 @@ gateway begins another one. That move reads only the new blocks ahead: the sink'
 
 A sequence that is cut stands still until the sink's batch has it. So the sink takes it only if it has a place in the
 batch, not just room to wait for one. It asks for the place before the first stage, and again before the second, since
-others may have come in; from then on it keeps the place. Without one the move fails, and the source goes on.
+others may have come in; from then on it keeps the place until the pull has settled. Without one the move fails, and
+the source goes on.
 
 The source never continues a sequence that it has cut. If the sink fails, the gateway begins another attempt.
 """
