@@ -286,12 +286,13 @@ def sampling(batch: int, vocabulary: int = 128256) -> dict[str, Any]:
     ones, zeros = torch.ones(batch, device="cuda"), torch.zeros(batch, device="cuda")
     number = torch.rand(batch, dtype=torch.float64, device="cuda")
     no_k = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    top_k, top_p = no_k + 50, 0.9 * ones  # not in a graph: their kernels are not the sampler's
     entry: dict[str, Any] = {"kind": "sampler", "batch": batch, "vocabulary": vocabulary}
     entry["greedy_us"] = graph_us([lambda: sampler.best(logits)])
     entry["temperature_us"] = graph_us(
         [lambda: sampler.draw(logits, values, ones, no_k, ones, zeros, number, hiding=False)]
     )
     entry["top_k_top_p_us"] = graph_us(
-        [lambda: sampler.draw(logits, values, ones, no_k + 50, 0.9 * ones, zeros, number, hiding=True)]
+        [lambda: sampler.draw(logits, values, ones, top_k, top_p, zeros, number, hiding=True)]
     )
     return entry

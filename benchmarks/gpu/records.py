@@ -1,8 +1,8 @@
 """Makes the records of the documents' tables from the lines of runs. Uses the standard library alone.
 
 A machine with a GPU often has no checkout, and the lines come from there. So each measurement reports a digest of the
-files that it ran. A part is recorded if each of its measurements has succeeded, the last time with the files of this
-commit. `tune` is not recorded: its result is the tuning table, which is committed.
+files that it ran. A part is recorded if each of its measurements has succeeded with the files of this commit, in
+whichever run. What other files gave does not count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from benchmarks.gpu.runner import OK, Measurement
 
 _KINDS = (".py", ".c", ".json", ".toml")
 """Suffixes of the files that determine what is measured."""
+NOT_RECORDED = ("check", "tune")
+"""Parts without a record: no table shows the rows of `check`, and `tune` makes the tuning table, which is committed."""
 Rows = list[dict[str, Any]]
 
 
@@ -37,25 +39,31 @@ def tree(root: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Success:
-    """The last success of a measurement."""
+    """A success of a measurement."""
 
     begin: dict[str, Any]
     """The first line of its run."""
     end: dict[str, Any]
+    """Its last line, which tells the digest of the files that it ran."""
     rows: Rows
 
+    @property
+    def name(self) -> str:
+        """Name of the measurement."""
+        return str(self.end["measurement"])
 
-def successes(lines: Sequence[dict[str, Any]]) -> dict[str, Success]:
-    """The last success of each measurement, by name."""
+
+def successes(lines: Sequence[dict[str, Any]]) -> list[Success]:
+    """Every success of a measurement, in the order of the lines."""
     begins = {each["run"]: each for each in lines if each["line"] == "begin"}
-    found = {}
+    found = []
     for end in lines:
         if end["line"] == "end" and end["status"] == OK and end["run"] in begins:
             mine = (end["run"], end["measurement"])
             rows = [
                 each["row"] for each in lines if each["line"] == "row" and (each["run"], each["measurement"]) == mine
             ]
-            found[end["measurement"]] = Success(begin=begins[end["run"]], end=end, rows=rows)
+            found.append(Success(begin=begins[end["run"]], end=end, rows=rows))
     return found
 
 
@@ -75,11 +83,11 @@ def write(path: Path, parts: dict[str, list[Measurement]]) -> list[Path]:
     if not record.is_clean():
         print("not recorded, for there are changes since the last commit")
         return []
-    found, here, written = successes(read(path)), tree(record.ROOT), []
+    succeeded, here, written = successes(read(path)), tree(record.ROOT), []
     for part, measurements in parts.items():
-        if part == "tune":
+        if part in NOT_RECORDED:
             continue
-        made = record_of(part, measurements, found, here)
+        made = record_of(part, measurements, succeeded, here)
         if isinstance(made, str):
             print(f"gpu-{part} is not recorded: {made}")
             continue
@@ -90,23 +98,28 @@ def write(path: Path, parts: dict[str, list[Measurement]]) -> list[Path]:
 
 
 def record_of(
-    part: str, measurements: Sequence[Measurement], found: dict[str, Success], here: str
+    part: str, measurements: Sequence[Measurement], succeeded: Sequence[Success], here: str
 ) -> dict[str, Any] | str:
-    """A part's record, or the reason why there is none."""
-    replaced = {each.instead_of: each.name for each in measurements if each.instead_of and each.name in found}
+    """A part's record, or the reason why there is none. `here` is the digest of this commit's files; of several
+    successes with these files the last one counts."""
+    found = {each.name: each for each in succeeded if each.end["tree"] == here}
     used = []
     for each in measurements:
-        name = replaced.get(each.name, each.name) if each.name not in found else each.name
-        if each.instead_of or (each.optional and name not in found):
+        if each.instead_of:
             continue
-        if name not in found:
-            return f"{name} has not succeeded"
-        if found[name].end["tree"] != here:
-            return f"{name} was measured with other files than those of this commit"
-        used.append(found[name])
+        names = [each.name, *(other.name for other in measurements if other.instead_of == each.name)]
+        if name := next((name for name in names if name in found), None):
+            used.append(found[name])
+        elif not each.optional:
+            with_others = [success.name for success in succeeded if success.name in names]
+            return (
+                f"{with_others[-1]} was measured with other files than those of this commit"
+                if with_others
+                else f"{each.name} has not succeeded"
+            )
     last = max(used, key=lambda success: str(success.end["at"]))
     rows = [row for success in used for row in success.rows]
-    command, workload = f"python -m benchmarks.gpu {part}", _device(found)
+    command, workload = f"python -m benchmarks.gpu {part}", _device(succeeded, last.end["run"])
     if part == "compile":
         workload = {"capability": rows[0]["capability"]}
         command += f" --capability {rows[0]['capability']}"
@@ -121,8 +134,11 @@ def record_of(
     }  # fmt: skip
 
 
-def _device(found: dict[str, Success]) -> dict[str, Any]:
-    return _plain(found["device"].rows[0]) if "device" in found else {"gpu": "not told"}
+def _device(succeeded: Sequence[Success], run: str) -> dict[str, Any]:
+    """The GPU of a run and its rates, as that run has measured them. The digest of this success may be another one than
+    that of the run's last measurement, since `tune` changes a file."""
+    rows = [each.rows[0] for each in succeeded if each.name == "device" and each.end["run"] == run]
+    return _plain(rows[0]) if rows else {"gpu": "not told"}
 
 
 def figures(part: str, rows: Rows) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Makes `common/engine/kernels/tuning.json`: the fastest of the candidate tilings for each shape.
 
-The table is written after each shape, to its place in the tree and to the folder of the results.
+The table is written after each shape, to its place in the tree and, as a copy, to the folder of the results unless that
+is the one of the tree.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from benchmarks.gpu.compiled import Case, compiled
 from benchmarks.gpu.kernels import Heads
 from benchmarks.gpu.products import Product
 from benchmarks.gpu.timing import graph_us, num_copies
+from benchmarks.record import RESULTS
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.skinny import SkinnyTiling
@@ -90,11 +92,13 @@ def few_rows(out: str) -> Iterator[dict[str, Any]]:
 
 
 def write(entry: dict[str, Any], gpu: str, table_path: Path, out: Path) -> None:
-    """Put an entry into the table in place of that for the same kernel and shape, and copy the table to `out`."""
+    """Put an entry into the table in place of that for the same kernel and shape, and copy the table to `out`. No copy
+    goes to `benchmarks/results/`: what is there is a record, and the tree has the table."""
     table = json.loads(table_path.read_text())
     table[gpu] = [each for each in table.get(gpu, []) if measured_for(each) != measured_for(entry)] + [entry]
     text = json.dumps(table, indent=1) + "\n"
-    for path in (table_path, out / table_path.name):
+    copies = [] if out.resolve() == RESULTS.resolve() else [out / table_path.name]
+    for path in (table_path, *copies):
         half = path.with_suffix(".new")
         half.write_text(text)
         os.replace(half, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.command import call
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import inventory, parts, products, timing, tune
+from benchmarks.gpu import inventory, kernels, parts, products, runner, timing, tune
 from benchmarks.gpu.compiled import Binary, Case
 from benchmarks.gpu.engine import SHAPES
 from benchmarks.gpu.runner import Measurement
 from benchmarks.record import ROOT
+from common.engine.kernels import sampler
 from common.engine.kernels.decode_attention import DecodeTiling
 from common.engine.kernels.prefill_attention import PrefillTiling
 from common.engine.kernels.skinny import SkinnyTiling
@@ -149,22 +152,74 @@ def test_the_command_line_names_parts_and_measurements(tmp_path: Path, capsys: p
     capsys.readouterr()
 
 
-def test_the_visits_of_the_page_are_two_commands_that_fit_in_a_quarter_of_an_hour() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text()
+# --- the page --------------------------------------------------------------------------------------------------------
+
+VISIT_S = 900.0
+"""Seconds of a visit, from the asking for a machine until it is given back."""
+START_S = 60.0
+"""Most seconds of a machine's start with its transfers."""
+LEAST_S = 240.0
+"""Seconds that must be left for a machine to be started."""
+IDLE_S = 30.0
+"""Seconds after a command in which the machine is still there."""
+BETWEEN_S = 20.0
+"""Most seconds in which results come back, and the tree and the table go there, between two commands."""
+BESIDE_S = 6.0 + runner._DUMP_S + runner._KILL_S
+"""Most seconds of a command beyond its limit: for unpacking the archive, and for the end of what is out of time."""
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (ROOT / "docs" / "gpu.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def visits(page: str) -> list[list[dict[str, Any]]]:
+    """The options of each command of each visit."""
     blocks = re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    visits = []
-    for block in blocks:
-        commands = re.findall(r"^python3 -m benchmarks\.gpu (.*)$", block, re.MULTILINE)
-        if commands:
-            visits.append([asked(words.replace('"$OUT"', "/out").split()) for words in commands])
-    assert len(visits) == 2
-    for visit in visits:
-        assert len(visit) == 2
-        assert sum(each["limit"] for each in visit) <= 740, "with two starts of 60 s and transfers"
-        assert max(each["limit"] for each in visit) <= 580, "a command may have ten minutes"
+    commands = [re.findall(r"^python3 -m benchmarks\.gpu (.*)$", block, re.MULTILINE) for block in blocks]
+    return [[asked(shlex.split(words)) for words in visit] for visit in commands if visit]
+
+
+def test_the_visits_of_the_page_are_two_commands_that_fit_in_a_quarter_of_an_hour(
+    visits: list[list[dict[str, Any]]],
+) -> None:
+    assert [len(visit) for visit in visits] == [2, 2]
+    for first, second in visits:
+        assert max(first["limit"], second["limit"]) <= 580, "a command may have ten minutes"
+        left_s = VISIT_S - START_S - first["limit"] - BESIDE_S - IDLE_S - BETWEEN_S
+        assert left_s >= LEAST_S, "the machine may have gone back, and no other one is started"
+        assert START_S + second["limit"] + BESIDE_S <= left_s, "the second command may need a machine of its own"
     tuned = visits[0][0]["parts"]
-    assert tuned.index("tune") < tuned.index("engine"), "another command may not have the table"
+    assert tuned[0] == "tune", "what comes before it, or in another command, may not have the table"
     assert {part for visit in visits for each in visit for part in each["parts"]} == set(parts.PARTS)
+
+
+def told_seconds(page: str) -> dict[str, list[int]]:
+    """Part → the seconds that the page tells of each of its measurements."""
+    rows = re.findall(r"^\| `(\w+)` \| (\d+(?: \+ \d+)*) \|", page, re.MULTILINE)
+    return {part: [int(each) for each in seconds.split(" + ")] for part, seconds in rows}
+
+
+def test_each_command_of_the_page_has_time_for_what_it_lists(page: str, visits: list[list[dict[str, Any]]]) -> None:
+    """What is measured instead of something that has failed is not counted: what is optional comes last."""
+    told = told_seconds(page)
+    measurements = {name: of(Path("/out"), Path("/scratch")) for name, of in parts.PARTS.items()}
+    measurements["device"] = [parts.device()]
+    assert {part: len(seconds) for part, seconds in told.items()} == {
+        part: len(found) for part, found in measurements.items()
+    }
+    taken_s = {}
+    for part, found in measurements.items():
+        pairs = list(zip(found, told[part], strict=True))
+        assert [each.name for each, seconds in pairs if seconds > each.timeout_s] == []
+        taken_s[part] = sum(seconds for each, seconds in pairs if not each.instead_of)
+    for visit in visits:
+        for options in visit:
+            assert taken_s["device"] + sum(taken_s[part] for part in options["parts"]) <= options["limit"], options
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
 
 
 class Gpu:
@@ -206,6 +261,37 @@ def test_what_is_timed_is_not_the_launch(monkeypatch: pytest.MonkeyPatch, num_ca
     assert timing.graph_us([lambda: None] * num_calls) == pytest.approx(Gpu.CALL_US)
 
 
+class OnCpu(TorchFunctionMode):
+    """Makes on the CPU what is asked for on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told = dict(kwargs or {})
+        if told.get("device") == "cuda":
+            told["device"] = "cpu"
+        return func(*args, **told)
+
+
+def test_what_is_timed_of_the_sampler_makes_no_tensors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be a kernel of torch in the graph, whose time is told as the sampler's."""
+    drawn: list[tuple[Any, ...]] = []
+
+    def twice(calls: list[Any]) -> float:
+        for each in [*calls, *calls]:
+            each()
+        return 1.0
+
+    monkeypatch.setattr(kernels, "graph_us", twice)
+    monkeypatch.setattr(sampler, "best", lambda logits: logits.max(dim=1))
+    monkeypatch.setattr(sampler, "draw", lambda *tensors, hiding: drawn.append(tensors))
+    with OnCpu():
+        kernels.sampling(2, vocabulary=64)
+    assert len(drawn) == 4
+    for first, second in (drawn[:2], drawn[2:]):
+        assert [one is other for one, other in zip(first, second, strict=True)] == [True] * 7
+    _, _, _, top_k, top_p, _, _ = drawn[-1]
+    assert (top_k.tolist(), top_p.tolist()) == ([50, 50], pytest.approx([0.9, 0.9]))
+
+
 # --- tuning ----------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +322,16 @@ def test_the_table_is_written_after_each_shape_and_keeps_the_others(tmp_path: Pa
         assert json.loads(table.read_text())["gpu"][-1] == new
     assert json.loads(table.read_text()) == {"other": [1], "gpu": [entry(16, 32), entry(8, 64)]}
     assert (out / "tuning.json").read_text() == table.read_text()
+
+
+def test_no_copy_of_the_table_goes_among_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, results = tmp_path / "tuning.json", tmp_path / "results"
+    results.mkdir()
+    table.write_text("{}")
+    monkeypatch.setattr(tune, "RESULTS", results)
+    tune.write(entry(8, 32), "gpu", table, results)
+    assert json.loads(table.read_text()) == {"gpu": [entry(8, 32)]}
+    assert list(results.iterdir()) == []
 
 
 def test_a_tiling_that_cannot_be_compiled_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:

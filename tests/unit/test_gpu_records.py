@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_tables, record
-from benchmarks.gpu import records
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import parts, records
 from benchmarks.gpu.runner import Measurement
 from benchmarks.record import ROOT
+from benchmarks.results_page import MARKED, PAGES
 
 DECODE = {"kind": "decode_attention", "batch": 8, "us": 20.0, "text": "decode 8"}
 RAGGED = {"kind": "decode_ragged", "long": 32768, "us": 80.0, "text": "decode 32 x"}
@@ -32,6 +34,14 @@ def run_of(number: str, tree: str, measurements: dict[str, list[dict[str, Any]]]
 
 
 DEVICE = {"device": [{"kind": "device", "gpu": "H100", "copy_bytes_per_s": 3e12, "text": "H100"}]}
+
+
+def named(name: str, **more: Any) -> Measurement:
+    return Measurement(part="kernels", name=name, function="m:f", timeout_s=1.0, **more)
+
+
+WAYS = [named("a"), named("b", instead_of="a"), named("c", optional=True)]
+"""A measurement with another way to do it, and one that may be missing."""
 
 
 def made(*runs: list[Any], measurements: list[Measurement] = KERNELS) -> dict[str, Any] | str:
@@ -66,15 +76,83 @@ def test_what_did_not_succeed_or_is_of_other_files_is_not_recorded() -> None:
 
 
 def test_what_is_measured_instead_counts_and_what_is_optional_may_be_missing() -> None:
-    def named(name: str, **more: Any) -> Measurement:
-        return Measurement(part="kernels", name=name, function="m:f", timeout_s=1.0, **more)
-
-    measurements = [named("a"), named("b", instead_of="a"), named("c", optional=True)]
     for name in ("a", "b"):
-        run = made(run_of("1", "here", {name: [DECODE, RAGGED]}), measurements=measurements)
+        run = made(run_of("1", "here", {name: [DECODE, RAGGED]}), measurements=WAYS)
         assert isinstance(run, dict)
         assert run["figures"]["decode_ragged"]["us"] == 80.0
-    assert made(run_of("1", "here", {"c": [DECODE]}), measurements=measurements) == "a has not succeeded"
+    assert made(run_of("1", "here", {"c": [DECODE]}), measurements=WAYS) == "a has not succeeded"
+
+
+def slow(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows, but with times that other files have taken."""
+    return [row | {"us": 999.0} for row in rows]
+
+
+def test_a_first_way_that_succeeded_with_other_files_does_not_hide_the_second() -> None:
+    run = made(
+        run_of("1", "other", {"a": slow(DECODE, RAGGED)}),
+        run_of("2", "here", {"a": []}, status="failed"),
+        run_of("2", "here", {"b": [DECODE, RAGGED]}),
+        measurements=WAYS,
+    )
+    assert isinstance(run, dict), run
+    assert run["figures"]["decode_ragged"]["us"] == 80.0
+
+
+def test_what_is_optional_and_succeeded_with_other_files_only_is_left_out() -> None:
+    run = made(
+        run_of("1", "other", {"c": slow(DECODE)}),
+        run_of("2", "here", {"a": [DECODE, RAGGED]}),
+        run_of("3", "here", {"c": slow(DECODE)}, status="failed"),
+        measurements=WAYS,
+    )
+    assert isinstance(run, dict), run
+    assert [row["us"] for row in run["figures"]["decode_attention"]] == [20.0]
+
+
+def test_a_success_with_these_files_counts_although_a_later_one_had_others() -> None:
+    whole = {"kernels decode": [DECODE, RAGGED], "kernels prefill": [PREFILL]}
+    run = made(run_of("1", "here", whole), run_of("2", "other", {"kernels decode": slow(DECODE, RAGGED)}))
+    assert isinstance(run, dict), run
+    assert run["figures"]["decode_ragged"]["us"] == 80.0
+    assert run["recorded_at"] == "t1"
+
+
+def test_a_second_way_that_succeeded_with_other_files_only_is_told() -> None:
+    told = made(run_of("1", "other", {"b": [DECODE, RAGGED]}), measurements=WAYS)
+    assert told == "b was measured with other files than those of this commit"
+
+
+def test_a_record_names_the_gpu_of_its_own_run() -> None:
+    """The device is measured before `tune` changes the files, so its success may be of other ones."""
+    whole = {"kernels decode": [DECODE, RAGGED], "kernels prefill": [PREFILL]}
+    other = {"device": [{"kind": "device", "gpu": "H200", "copy_bytes_per_s": 4e12}]}
+    first = [*run_of("1", "before", DEVICE), *run_of("1", "here", whole)]
+    for later in (run_of("2", "here", other), run_of("2", "here", other | {"transfer": [PREFILL]})):
+        run = made(first, later)
+        assert isinstance(run, dict), run
+        assert run["workload"] == {"gpu": "H100", "copy_bytes_per_s": 3e12}
+        assert run["machine"] == {"cpu": "1"}
+    partly = made(first, run_of("2", "here", other | {"kernels prefill": [PREFILL]}))
+    assert isinstance(partly, dict)
+    assert (partly["workload"]["gpu"], partly["machine"]) == ("H200", {"cpu": "2"})
+
+
+def test_every_part_that_may_be_recorded_is_shown_on_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody looks at is not recorded: tests/unit/test_results_page.py would fail."""
+    monkeypatch.setattr(record, "is_clean", lambda: True)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "tree", lambda root: "here")
+    monkeypatch.setattr(records, "figures", lambda part, rows: {})
+    plan = command.planned([*parts.PARTS, "compile"], Path("/out"), Path("/scratch"), 90)
+    rows = {each.name: [{"kind": "any", "capability": 90}] for part in plan.values() for each in part}
+    path = tmp_path / "gpu.jsonl"
+    path.write_text("\n".join(map(json.dumps, run_of("1", "here", rows))))
+    written = {each.stem for each in records.write(path, plan)}
+    marks = {found["name"] for page in PAGES for found in MARKED.finditer(page.read_text())}
+    shown = {gpu_tables.PARTS[name][0] if name in gpu_tables.PARTS else name for name in marks}
+    assert written == {"gpu-kernels", "gpu-engine", "gpu-transfer", "gpu-stack", "gpu-compile"}
+    assert written <= shown
 
 
 def test_figures_are_as_the_tables_want_them() -> None:
