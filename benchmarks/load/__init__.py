@@ -12,5 +12,6 @@ Life of a run:
    file with a timeline gives the same figures again.
 6. `results`, `tables`, `plots`: the file, the terminal, the pictures. `sweep`: runs at many rates.
 
-It uses nothing of the product except the exit codes and signals of its processes, so it can measure other systems, too.
+It uses nothing of the product except what surrounds its processes (options, exit codes, signals, open files), so it can
+measure other systems, too.
 """

@@ -26,9 +26,12 @@ from benchmarks.load.settings import LoadSettings, PlotSettings, ReportSettings,
 from benchmarks.load.sweep import RateSearch
 from benchmarks.load.tables import run_table, sweep_table, warnings_of
 from common.contract.errors import OperatorError
+from common.runtime.descriptors import allow_descriptors
 from common.runtime.lifecycle import exit_on_operator_error, freeze_startup_objects, run
 
 EXIT_INTERRUPTED = 130
+_SPARE_DESCRIPTORS = 64
+"""Open files that are no connections of requests."""
 _WARMUP_CONCURRENCY = 8
 _PROGRAM = "baton bench"
 
@@ -60,6 +63,8 @@ class Bench:
         return Measured(plan_digest=digest, recording=recording, targets=results.targets_of(settings))
 
     async def _run(self, plan: Plan, concurrency: int | None, label: str, stop: asyncio.Event) -> Recording:
+        most = len(plan.conversations)
+        _allow_connections(most if concurrency is None else min(most, concurrency))
         begun = time.perf_counter()
 
         def clock() -> float:
@@ -74,6 +79,14 @@ class Bench:
 
             runner = LoadRunner(client, encoder, clock, concurrency=concurrency, on_record=on_record)
             return await runner.run(plan, stop)
+
+
+def _allow_connections(most: int) -> None:
+    """Let the process have as many files open as `most` requests at a time may need; warn if the system does not."""
+    needed = most + _SPARE_DESCRIPTORS
+    allowed = allow_descriptors(needed)
+    if allowed < needed:
+        _warn([f"up to {most} requests at a time may need {needed} open files, and the system allows {allowed}"])
 
 
 Work = Callable[[Bench, Endpoint], Coroutine[Any, Any, None]]
@@ -241,9 +254,12 @@ def _dispatch(arguments: Sequence[str]) -> None:
 
 
 def _check_output(path: Path | None) -> None:
-    """Check before the run that the output file can be written."""
-    if path is not None and not path.parent.is_dir():
+    """Check before the run that the output file can be written. Raises `OperatorError`."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise OperatorError(f"there is no folder {path.parent} for --output")
+    results.check(path)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import aiohttp
 from benchmarks.load.chunk import Done, Finished, StreamError, Text, Usage, error_text, read_event
 from benchmarks.load.record import Outcome
 from benchmarks.load.sse import EventDecoder, MalformedStreamError
+from common.runtime.clock import Clock
 
 IDLE_CONNECTION_S = 4.0
 """Seconds for which an idle connection is kept: below the 5 s after which uvicorn closes it, so that no request is sent
@@ -20,8 +21,6 @@ on a connection that is being closed."""
 _READ_BUFFER_BYTES = 2**20
 _MAX_ERROR_BYTES = 2**16
 _REFUSALS = (429, 503)
-
-Clock = Callable[[], float]
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from benchmarks.load.client import Clock
+from common.runtime.clock import Clock
 
 _TICK_S = 0.05
 LARGE_LAG_S = 0.010

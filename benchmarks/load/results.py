@@ -81,12 +81,27 @@ def heading(kind: str, settings: LoadSettings, endpoint: Endpoint, argv: Sequenc
 
 def write(path: Path, body: Mapping[str, Any]) -> None:
     """Write the file atomically. Raises `OperatorError`."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = _scratch(path)
     try:
         scratch.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n")
         scratch.replace(path)
     except OSError as error:
         raise OperatorError(f"cannot write the results: {error}") from error
+
+
+def check(path: Path) -> None:
+    """Make, and remove, the file from which `write` makes this one. Raises `OperatorError` if `write` would."""
+    if path.is_dir():
+        raise OperatorError(f"cannot write the results: {path} is a folder")
+    try:
+        _scratch(path).touch()
+        _scratch(path).unlink()
+    except OSError as error:
+        raise OperatorError(f"cannot write the results: {error}") from error
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def read(path: Path) -> dict[str, Any]:

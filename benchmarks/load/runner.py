@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.load.client import Client, Clock, Exchange
+from benchmarks.load.client import Client, Exchange
 from benchmarks.load.encode import BodyEncoder, TurnBody, answer_message
 from benchmarks.load.lag import loop_lag
 from benchmarks.load.plan import Plan, PlannedConversation, PlannedTurn
 from benchmarks.load.record import Outcome, Record
+from common.runtime.clock import Clock
 
 
 class Room:

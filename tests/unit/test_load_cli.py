@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,10 @@ async def server() -> AsyncIterator[ScriptedServer]:
         yield endpoint
 
 
-async def start(*arguments: str, **env: str) -> asyncio.subprocess.Process:
-    """`baton bench ARGUMENTS`, running."""
+async def start(*arguments: str, before: Sequence[str] = (), **env: str) -> asyncio.subprocess.Process:
+    """`baton bench ARGUMENTS`, running, by a command that is to come before it."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.load", *arguments),
+        *(*before, sys.executable, "-m", "benchmarks.load", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         stdin=asyncio.subprocess.DEVNULL,
@@ -49,9 +49,9 @@ async def start(*arguments: str, **env: str) -> asyncio.subprocess.Process:
     )
 
 
-async def bench(*arguments: str, **env: str) -> tuple[int | None, str, str]:
+async def bench(*arguments: str, before: Sequence[str] = (), **env: str) -> tuple[int | None, str, str]:
     """Its exit code and what it printed."""
-    process = await start(*arguments, **env)
+    process = await start(*arguments, before=before, **env)
     out, err = await asyncio.wait_for(process.communicate(), 120)
     return process.returncode, out.decode(), err.decode()
 
@@ -221,6 +221,40 @@ async def test_ctrl_c_reports_what_is_done_and_exits_130(server: ScriptedServer,
     assert json.loads(path.read_text())["run"]["interrupted"] is True
 
 
+def open_files(soft: int, hard: int) -> list[str]:
+    """The beginning of a command that gives the rest of it these limits."""
+    return ["sh", "-c", f'ulimit -S -n {soft} && ulimit -H -n {hard} && exec "$@"', "sh"]
+
+
+@pytest.mark.processes
+async def test_requests_do_not_fail_for_want_of_files_that_the_system_allows(server: ScriptedServer) -> None:
+    everyone = asyncio.Event()
+
+    async def script(connection: Connection, body: dict[str, Any]) -> None:
+        if server.num_open == 200:
+            everyone.set()
+        await everyone.wait()
+        await obedient(connection, body)
+
+    server.script = script
+    options = ("--url", server.url, "--requests", "200", "--output-tokens", "2", "--timeout-s", "30")
+    code, out, err = await bench(*options, before=open_files(64, 4096))
+    assert code == 0, err
+    assert "200 in" in out
+    assert "open files" not in err
+    assert server.most_open == 200
+
+
+@pytest.mark.processes
+async def test_a_limit_of_open_files_that_is_too_low_is_told(server: ScriptedServer) -> None:
+    options = ("--url", server.url, "--requests", "200", "--output-tokens", "2")
+    _, _, err = await bench(*options, before=open_files(64, 128))
+    warning = "warning: up to 200 requests at a time may need 264 open files, and the system allows 128"
+    assert err.splitlines()[:1] == [warning]
+    code, _, err = await bench(*options, "--concurrency", "8", before=open_files(64, 128))
+    assert (code, "open files" in err) == (0, False)
+
+
 @pytest.mark.processes
 async def test_nobody_there_is_one_line(server: ScriptedServer) -> None:
     code, out, err = await bench("--url", "http://127.0.0.1:1")
@@ -250,3 +284,22 @@ async def test_files_that_are_not_results_are_refused(tmp_path: Path) -> None:
     assert "is no result of baton bench" in (await bench("report", str(path)))[2]
     assert "cannot read" in (await bench("report", str(tmp_path / "y.json")))[2]
     assert "there is no folder" in (await bench("--output", str(tmp_path / "no" / "y.json")))[2]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["", "sweep"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("x" * 250, "File name too long"),  # of the file from which it is made
+        (".", "is a folder"),
+    ],
+)
+async def test_results_that_cannot_be_written_are_refused_before_the_run(
+    command: str, name: str, why: str, server: ScriptedServer, tmp_path: Path
+) -> None:
+    arguments = [*filter(None, [command]), "--url", server.url, "--requests", "2", *GOAL]
+    code, _, err = await bench(*arguments, "--output", str(tmp_path / name))
+    assert (code, err.startswith("error: cannot write the results: ")) == (2, True)
+    assert why in err
+    assert (server.bodies, list(tmp_path.iterdir())) == ([], [])
