@@ -19,6 +19,7 @@ from common.contract.block_hashes import BlockChain
 from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import FinishReason
 from common.contract.messages.gateway import Decode, Source
+from common.contract.messages.handoff import Attach
 from common.contract.messages.worker import Tokens
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
@@ -207,7 +208,8 @@ class Driver:
             source=_SOMEWHERE if arrival.handoff else None,
             offered=RequestKey(RequestId(f"r{number}"), 1) if arrival.handoff else None,
         )
-        pull = Pull(work.key, _SOMEWHERE) if arrival.handoff else None
+        wanted = Attach(request=work.request, attempt=1, offered=1)
+        pull = Pull(_SOMEWHERE, wanted) if arrival.handoff else None
         chain = BlockChain(self._block_size)
         request = DecodeRequest(work, Incarnation("g"), float("inf"), self.now, chain, pull)
         assert self.scheduler.fits(work), arrival

@@ -102,7 +102,7 @@ class Bench:
 
     async def move(self, length: int) -> tuple[float, float]:
         """(seconds of the pause, median gap between tokens of the same stream)."""
-        moves = self.dispatcher.recovery.moves
+        moves = self.dispatcher.recovery.tally.moves
         moved = moves["moved"]
         task, arrivals, leaving = await self.stream(length, 20_000)
         self.dispatcher.links.tell(leaving.address, drain=True)

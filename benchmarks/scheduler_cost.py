@@ -21,6 +21,7 @@ from benchmarks.load.summary import percentile
 from common.contract.block_hashes import BlockChain
 from common.contract.ids import Handle, Incarnation, RequestId, RequestKey
 from common.contract.messages.gateway import Decode, Source
+from common.contract.messages.handoff import Attach
 from common.contract.messages.worker import Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.block_pool import BlockPool
@@ -83,7 +84,8 @@ class Load:
         chain = BlockChain(BLOCK_SIZE)
         # Hashing a prompt is part of its arrival, not of a step.
         chain.extend(work.token_ids, len(work.token_ids))
-        request = DecodeRequest(work, Incarnation("g"), 1e9, float(number), chain, Pull(work.key, SOURCE))
+        pull = Pull(SOURCE, Attach(request=work.request, attempt=1, offered=1))
+        request = DecodeRequest(work, Incarnation("g"), 1e9, float(number), chain, pull)
         began = time.thread_time()
         self.scheduler.want(request, float(number))
         self.timed += time.thread_time() - began

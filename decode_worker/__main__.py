@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) -> Worker:
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
     # Imported here: torch takes seconds to import, and an occupied port or a wrong path should be reported before.
-    from common.engine.engine import Engine, device_of
-    from common.worker.start import start_worker
+    from common.engine.engine import Engine
+    from common.worker.start import on_its_device, start_worker
     from decode_worker.core import DecodeCore
 
-    decided = settings.on(device_of(settings))
+    decided = on_its_device(settings)
     engine = await Engine.load(
         decided,
         folder,

@@ -8,6 +8,7 @@ outlives its expected end gets a new one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from common.contract.messages.gateway import Decode
 from common.contract.tiers import Tier
@@ -25,6 +26,21 @@ Newcomer = tuple[int, int]
 """(steps that a sequence is expected to take, blocks that only it will hold)."""
 Key = tuple[DecodeRequest, int]
 """(request, choice): a sequence that holds blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """The room that a request, or a preempted sequence, asks for."""
+
+    rank: int
+    """That of its tier. Lower tiers must make room for it."""
+    num_new: int
+    """Blocks that it lacks."""
+    held: Sequence[int]
+    """Cached blocks that it uses."""
+    headroom: int
+    """Blocks that are left for the present sequences."""
+    newcomers: Sequence[Newcomer]
 
 
 def quantile_of(order: int) -> float:
@@ -76,32 +92,21 @@ class Admission:
         Sequences of lower tiers do not count."""
         return sum(self._num_admitted[: rank + 1]) + num <= self._bound.num
 
-    def num_lacking(
-        self,
-        step: int,
-        *,
-        num_new: int,
-        held: Sequence[int],
-        headroom: int,
-        newcomers: Sequence[Newcomer],
-        freed: int = 0,
-        ending: int = 0,
-    ) -> int:
-        """Number of blocks that are lacking, now or later, before `newcomers` can have `num_new` blocks beside the
-        cached blocks `held` that they use; at most 0 if there is room.
+    def num_lacking(self, step: int, asked: Pressure, *, freed: int = 0, ending: int = 0) -> int:
+        """Number of blocks that are lacking, now or later, before there is the room `asked` for; at most 0 if there is.
 
-        `headroom` blocks are left for the present sequences. If there are none, the blocks need only be free now.
-        `freed` blocks, which were released, and `ending`, which will be, are free once the steps in flight have ended.
+        If there are no present sequences, the blocks need only be free now. `freed` blocks, which were released, and
+        `ending`, which will be, are free once the steps in flight have ended.
         """
         pool = self._pool
-        lacking = num_new + pool.num_unreferenced(held) - pool.num_free - freed - ending
-        if not len(self._forecast) or lacking + headroom > 0:
-            return lacking + (headroom if len(self._forecast) else 0)
+        lacking = asked.num_new + pool.num_unreferenced(asked.held) - pool.num_free - freed - ending
+        if not len(self._forecast) or lacking + asked.headroom > 0:
+            return lacking + (asked.headroom if len(self._forecast) else 0)
         # Held blocks without a reference will be in use, too, even those that a step in flight keeps from being free.
-        used = pool.num_used + num_new + sum(pool.ref_count(block) == 0 for block in held)
-        if self._forecast.most(step, used, newcomers) <= self._limit:
+        used = pool.num_used + asked.num_new + sum(pool.ref_count(block) == 0 for block in asked.held)
+        if self._forecast.most(step, used, asked.newcomers) <= self._limit:
             return 0
-        return self._forecast.peak(step, used, newcomers) - self._limit - ending
+        return self._forecast.peak(step, used, asked.newcomers) - self._limit - ending
 
     def enter(self, key: Key, newcomer: Newcomer) -> None:
         """A sequence for which there was room holds blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestId
+from common.engine.grammar import GrammarState
 from common.worker.agenda import Agenda
 from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
@@ -115,6 +116,12 @@ class Book:
         self._scheduler.forget(request, wanted=wanted)
 
     # --- masks ---------------------------------------------------------------------------------------------------
+
+    def ask_first_mask(self, request: DecodeRequest, grammar: str) -> None:
+        """Compute the mask of what follows the request's tokens."""
+        work, state = request.work, GrammarState()
+        request.grammar_state = state
+        self._masks.ask(request, grammar, state, work.token_ids, work.prompt_len)
 
     def ask_mask(self, choice: DecodeChoice) -> None:
         """A sequence has got a token: compute the mask of the next one, if it has a grammar."""

@@ -32,7 +32,7 @@ from common.engine.batch import (
     parameters,
     special,
 )
-from common.engine.sequence import Sequence as TokenSequence
+from common.engine.sequence import TokenSequence
 from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.step_tokens import StepReport
 

@@ -30,7 +30,7 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Resend
-from common.contract.messages.handoff import AttachSequence
+from common.contract.messages.handoff import Attach, AttachSequence
 from common.contract.messages.session import Heartbeat, Role
 from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
@@ -52,7 +52,6 @@ from common.worker.events import (
     StepWanted,
     Ticked,
 )
-from common.worker.exchange import Exchange
 from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
 from decode_worker import view
@@ -109,6 +108,7 @@ class DecodeCore:
         self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
         runner = engine.runner
         policy = Policy.of(settings, runner.config.max_sequence_tokens, self.block_size, runner.num_host_blocks)
+        self._policy = policy
         self._agenda = Agenda(self._decide, conclude=self._reserve)
         speculation = None
         if settings.drafts_by != "off":
@@ -116,15 +116,14 @@ class DecodeCore:
             model = _draft_model(policy, engine)
             speculation = Speculation(policy, engine.row_times, model, looks_up=settings.drafts_by != "draft")
         self.scheduler = DecodeScheduler(self.pool, policy, engine.costs, speculation, engine.row_times)
-        self.exchange = Exchange(self._agenda, settings, region, self._find_prefix)
-        self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.front: Front[DecodeRequest] = Front(
-            self._agenda, settings, self.block_size, self.pool, self.scheduler.trials, self.exchange
+            self._agenda, settings, self.block_size, self.pool, self.scheduler.trials, region, self._find_prefix
         )
+        self.pulls, self.lender = self.front.pulls, self.front.lender
         vocab_size = engine.runner.config.vocab_size
-        self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self._agenda.emit, self.block_size, vocab_size)
+        self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self._agenda.emit, policy, vocab_size)
         self.departures = Departures(
-            self.scheduler, self.pool, self.lender, self._agenda.send, self.exchange.checksum, self.block_size
+            self.scheduler, self.pool, self.lender, self._agenda.send, self.front.checksum, self.block_size
         )
         self.totals = view.DecodeTotals()
         self.answers = Answers(self._agenda, self.departures)
@@ -146,7 +145,6 @@ class DecodeCore:
             engine.costs,
             self.pool,
             self.scheduler,
-            self.pulls,
             self.departures,
             self.front,
             self.answers,
@@ -219,7 +217,7 @@ class DecodeCore:
             self._on_step_wanted(None)
 
     def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
-        """A sequence's next mask is known, or that of a local prompt's first tokens; or its grammar gave up."""
+        """A sequence's next mask is known, or that of a request's tokens; or the grammar gave up."""
         subject = self._masks.made(state)
         if isinstance(subject, DecodeChoice):
             self.scheduler.entrance.mask_known(subject)
@@ -227,7 +225,7 @@ class DecodeCore:
                 self.book.fail(subject.request, gave_up.cause, gave_up.why)
         elif subject is not None and gave_up is not None:
             self.book.fail(subject, gave_up.cause, gave_up.why)
-        elif subject is not None:
+        elif subject is not None and subject.state is RequestState.MASKING:
             self.scheduler.want(subject, self._agenda.now)
 
     # --- messages ------------------------------------------------------------------------------------------------
@@ -282,7 +280,7 @@ class DecodeCore:
             work = replace(work, token_ids=work.token_ids[:-1])
             pull = pull_of(work)
         elif work.source is not None and work.offered is not None:
-            pull = Pull(work.key, work.source, offered=work.offered.attempt)
+            pull = Pull(work.source, Attach(request=work.request, attempt=work.attempt, offered=work.offered.attempt))
         chain = BlockChain(self.block_size, work.cache_salt)
         request = DecodeRequest(work, gateway, now + work.budget_s, now, chain, pull)
         self.book.requests[work.request] = request
@@ -292,14 +290,15 @@ class DecodeCore:
             if request not in self.arrivals:
                 message = "there is no room for the sequence at once; where it is, it can go on"
                 self.book.fail(request, Cause.CAPACITY, message)
+            elif work.sampling.grammar is not None:
+                self.book.ask_first_mask(request, work.sampling.grammar)
         elif pull is not None:
             request.enter(RequestEvent.ATTACH)
             vocab_size = self.engine.runner.config.vocab_size
             self.pulls.begin(pull, lambda tokens: _fits(tokens, work, vocab_size))
         elif work.sampling.grammar is not None:
             request.enter(RequestEvent.MASK)
-            state = request.grammar_state = GrammarState()
-            self._masks.ask(request, work.sampling.grammar, state, work.token_ids, work.prompt_len)
+            self.book.ask_first_mask(request, work.sampling.grammar)
         else:
             self.scheduler.want(request, now)
 
@@ -344,7 +343,7 @@ class DecodeCore:
         if request in self.arrivals:
             self.arrivals.want(request, num_blocks)
             return
-        expected = -(-len(request.work.token_ids) // self.block_size)
+        expected = self._policy.blocks_for(len(request.work.token_ids))
         if num_blocks != expected:
             message = f"the source offers {num_blocks} blocks for a prompt of {expected}"
             self.pulls.abandon(pull, Cause.TRANSFER, message)
@@ -358,6 +357,7 @@ class DecodeCore:
             return
         request = self.book.requests[pulled.pull.key.request]
         request.prompt_times = pulled.pull.prompt_times
+        self._masks.forget(request.grammar_state)  # a sequence that has moved here asks anew, for all of its tokens
         self.scheduler.settled(request, pulled.block_ids, pulled.first_tokens, self._agenda.now)
         for choice in request.choices:
             if choice.finish_reason is not None:
@@ -368,8 +368,9 @@ class DecodeCore:
         """A pull has ended without valid blocks."""
         ahead_of = self.arrivals.find(pull)
         if ahead_of is not None:
-            if not self.arrivals.gave_up_ahead(pull):
-                self.book.fail(ahead_of, Cause.TRANSFER, f"reading ahead failed: {message}")
+            failure = self.arrivals.gave_up_ahead(pull, cause)
+            if failure is not None:
+                self.book.fail(ahead_of, failure, f"reading ahead failed: {message}")
             return
         request = self._pulling(pull)
         if request is None:
@@ -389,11 +390,11 @@ class DecodeCore:
 
     # --- leases --------------------------------------------------------------------------------------------------
 
-    def _find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
+    def _find_prefix(self, block_hashes: Sequence[BlockHash]) -> Sequence[int]:
         """Cached blocks that another worker may read, each with a reference for the lender."""
         if self.front.draining:
             self.scheduler.sequences.name_running()
-        return self.scheduler.lend([BlockHash(name) for name in block_hashes])
+        return self.scheduler.lend(block_hashes)
 
     def _on_unpinned(self, key: RequestKey, block_ids: Sequence[int], *, settled: bool) -> None:
         """The lease of a cut sequence has ended: another worker continues it, or none does. Then its request fails, but
@@ -427,7 +428,7 @@ class DecodeCore:
             if not request.choices:
                 state = "computing the prompt" if request.pull is None else request.pull.state.value
             self.book.fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
-        self.exchange.tick(now)
+        self.front.tick(now)
 
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
 
@@ -453,7 +454,7 @@ class DecodeCore:
         for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.choices), request.story
             masked = request.grammar_state in self._masks
-            assert masked == (request.state is RequestState.MASKING), request.story
+            assert masked == (request.state is RequestState.MASKING) or request.work.moving, request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING
             assert attaching or request.state is not RequestState.ATTACHING, request.story
 

@@ -7,8 +7,7 @@ worst case. Preempted sequences come back before any request of their tier or a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from common.contract.tiers import Tier
@@ -17,7 +16,7 @@ from common.scheduling.costs import Costs
 from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.turns import Passing, due_at
-from decode_worker.admission import Admission, Newcomer, quantile_of
+from decode_worker.admission import Admission, Newcomer, Pressure, quantile_of
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice, DecodeRequest, RequestEvent, RequestState, StageEvent
@@ -36,19 +35,6 @@ class Reservation:
     request: DecodeRequest
     block_ids: list[int]
     num_held: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pressure:
-    """The room that a request, or a preempted sequence, was refused."""
-
-    rank: int
-    """That of its tier. Lower tiers must make room for it."""
-    num_new: int
-    held: Seq[int]
-    headroom: int
-    newcomers: Seq[Newcomer]
-    """What it asked for: see `decode_worker.admission.Admission.num_lacking`."""
 
 
 class Entrance:
@@ -174,15 +160,7 @@ class Entrance:
 
     def num_lacking(self, pressure: Pressure, freed: int = 0, ending: int = 0) -> int:
         """Blocks that are lacking still, now or later, if `freed` and `ending` become free when this step has ended."""
-        return self._admission.num_lacking(
-            self._batch.step,
-            num_new=pressure.num_new,
-            held=pressure.held,
-            headroom=pressure.headroom,
-            newcomers=pressure.newcomers,
-            freed=freed,
-            ending=ending,
-        )
+        return self._admission.num_lacking(self._batch.step, pressure, freed=freed, ending=ending)
 
     @property
     def can_relieve(self) -> bool:
@@ -343,7 +321,7 @@ class Entrance:
         return True
 
     def _has_room(
-        self, rank: int, num_new: int, held: Seq[int], newcomers: Seq[Newcomer], *, at_once: bool = False
+        self, rank: int, num_new: int, held: Sequence[int], newcomers: Sequence[Newcomer], *, at_once: bool = False
     ) -> bool:
         """Whether `num_new` blocks, beside the cached blocks `held`, can be given away now without any sequence lacking
         blocks later, and places are left: in the batch if the newcomers must run `at_once`, or a place is promised. If

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue
@@ -45,7 +44,7 @@ class LocalPrompts:
         choice: DecodeChoice | None,
         token_ids: list[int] | tuple[int, ...],
         num_computed: int,
-        block_table: Seq[int],
+        block_table: Sequence[int],
         now: float,
     ) -> None:
         """Compute the tokens from `num_computed` on: those of a preempted sequence, or (without one) of the request's
@@ -110,7 +109,7 @@ class LocalPrompts:
                 request.started_at = now
         return chunks
 
-    def step_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
+    def step_done(self, chunks: Sequence[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """A step has ended; returns its chunks of prompts that are still here."""
         return self._chunks.step_done(chunks)
 

@@ -12,12 +12,19 @@
 
 The first stage copies while the sequence runs, so the amount left for the second stage, and with it the pause, does not
 grow with the sequence (Sun et al., "Llumnix: Dynamic Scheduling for Large Language Model Serving", OSDI 2024, section
-4.2). The first stage names blocks by their contents, as any pull of a cached prefix does. Without a prefix cache, or if
-the first stage fails, the second stage reads everything.
+4.2). The first stage names blocks by their contents, as any pull of a cached prefix does. A source without a prefix
+cache has none by that name: the second stage then reads everything, and the pause does grow with the sequence.
+
+The first stage may fail otherwise: the source has lent too many prefixes already, or a read fails. If the second stage
+would then read more than `MAX_TAIL_BLOCKS` blocks that the sink lacks, the move fails before the source is asked to cut
+the sequence, and the gateway begins another one.
 
 The first stage may take so long that the sequence has run far ahead of it: many sequences move at once, or the sink's
 machine is busy. Then the source does not cut the sequence (`MAX_TAIL_BLOCKS`, `MAX_PUT_OFF`). The move fails, and the
 gateway begins another one. That move reads only the new blocks ahead: the sink's prefix cache has the others.
+
+If the sequence has a grammar, the sink reads the tokens that it knows within the grammar while blocks are read. Once
+the second stage has settled, only the later tokens are left to read before the sequence can have its next one.
 
 A sequence that is cut stands still until the sink's batch has it. So the sink takes it only if it has a place in the
 batch, not just room to wait for one. It asks for the place before the first stage, and again before the second, since
@@ -31,15 +38,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages.fields import MAX_PREFIX_BLOCKS, MAX_TOLD_TOKENS, Message
 from common.contract.messages.gateway import Decode
-from common.contract.messages.handoff import AttachSequence
+from common.contract.messages.handoff import AttachPrefix, AttachSequence
 from common.contract.messages.worker import Cut, Moved, Tokens
 from common.engine.block_pool import BlockPool
 from decode_worker.entrance import Reservation
+from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.events import Consequence, PullFailed
@@ -52,7 +61,8 @@ Emit = Callable[[Consequence], None]
 Send = Callable[[Incarnation, Message], None]
 
 MAX_TAIL_BLOCKS = 4
-"""Largest lead of a sequence over what its sink has read, in blocks' worth of tokens, at which it is cut."""
+"""Largest lead of a sequence over the tokens that its sink knows, in blocks' worth of tokens, at which it is cut. Also
+the most blocks of those tokens that the second stage reads because the first one has failed."""
 MAX_PUT_OFF = 3
 """Times that a sequence is not cut because of its lead. After that it is cut anyway: the sink is too slow to catch
 up."""
@@ -129,7 +139,8 @@ class Departures:
         return not others
 
     def _has_run_ahead(self, message: AttachSequence, choice: DecodeChoice) -> bool:
-        """Whether the sink should read ahead once more, because too much is left for the second stage."""
+        """Whether the sink should read ahead once more, because the sequence has got too many tokens since the position
+        up to which the sink has read ahead."""
         num_ahead = choice.sequence.num_tokens - message.position
         return num_ahead > MAX_TAIL_BLOCKS * self._block_size and choice.num_put_off < MAX_PUT_OFF
 
@@ -213,13 +224,13 @@ class Arrivals:
     the batch before it is asked to cut the sequence."""
 
     def __init__(
-        self, scheduler: DecodeScheduler, pool: BlockPool, pulls: Pulls, emit: Emit, block_size: int, vocab_size: int
+        self, scheduler: DecodeScheduler, pool: BlockPool, pulls: Pulls, emit: Emit, policy: Policy, vocab_size: int
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
         self._pulls = pulls
         self._emit = emit
-        self._block_size = block_size
+        self._policy = policy
         self._vocab_size = vocab_size
         self._arrivals: dict[DecodeRequest, _Arrival] = {}
         """Moves until the second stage owns the blocks."""
@@ -233,12 +244,14 @@ class Arrivals:
         """Room is reserved: read ahead the blocks that the source has of the sequence now."""
         request = reservation.request
         arrival = self._arrivals[request] = _Arrival(request, reservation.block_ids, reservation.num_held)
-        names = request.chain.hashes[: min(len(request.work.token_ids) // self._block_size, MAX_PREFIX_BLOCKS)]
+        num_full = len(request.work.token_ids) // self._policy.block_size
+        names = request.chain.hashes[: min(num_full, MAX_PREFIX_BLOCKS)]
         if len(names) <= reservation.num_held:
             self._attach(arrival)
             return
         assert request.work.source is not None
-        arrival.ahead = Pull(RequestKey(new_request_id(), 1), request.work.source, names)
+        wanted = AttachPrefix(request=new_request_id(), attempt=1, block_hashes=tuple(names))
+        arrival.ahead = Pull(request.work.source, wanted)
         self._pulls.begin(arrival.ahead)
 
     def find(self, ahead: Pull) -> DecodeRequest | None:
@@ -267,17 +280,25 @@ class Arrivals:
         self._pool.release(block_ids)
         self._attach(arrival)
 
-    def gave_up_ahead(self, ahead: Pull) -> bool:
-        """The first stage has failed or was abandoned. Returns whether the second stage can be tried: not if a read may
-        still write to these blocks."""
+    def gave_up_ahead(self, ahead: Pull, cause: Cause | None) -> Cause | None:
+        """The first stage has failed, or was abandoned, for `cause`. Begins the second stage and returns None, or
+        returns the cause with which the move is to fail.
+
+        The move fails if a read may still write to the blocks. It also fails if this worker lacks more than
+        `MAX_TAIL_BLOCKS`, unless the source has cached no more than this worker (`LEASE_LOST`): a later move could not
+        read them ahead either. What has become of the source keeps its cause, so that this worker is not blamed for it.
+        """
         arrival = self._of(ahead)
-        if arrival is None:
-            return True
+        assert arrival is not None
         arrival.ahead = None
-        if ahead.quarantined:
-            return False
-        self._attach(arrival)
-        return True
+        num_lacking = len(arrival.block_ids) - arrival.num_held
+        has_no_more = cause is Cause.LEASE_LOST and (ahead.num_blocks or 0) <= arrival.num_held
+        if not ahead.quarantined and (num_lacking <= MAX_TAIL_BLOCKS or has_no_more):
+            self._attach(arrival)
+            return None
+        if cause in (Cause.WORKER_LOST, Cause.FINGERPRINT):
+            return cause
+        return Cause.LEASE_LOST if cause is Cause.CAPACITY else Cause.TRANSFER
 
     def want(self, request: DecodeRequest, num_blocks: int) -> None:
         """The sequence was cut and is offered: read the blocks that are not here."""
@@ -312,8 +333,12 @@ class Arrivals:
             message = "the batch has become full; where the sequence is, it can go on"
             self._emit(PullFailed(pull, Cause.CAPACITY, message))
             return
-        work, vocab_size = arrival.request.work, self._vocab_size
-        self._pulls.begin(pull, lambda tokens: goes_on(tokens, work, vocab_size))
+        self._pulls.begin(pull, partial(self._goes_on, arrival.request))
+
+    def _goes_on(self, request: DecodeRequest, tokens: Sequence[Tokens]) -> bool:
+        """Whether the sequence can go on here from the `tokens` that the source tells of."""
+        assert request.pull is not None
+        return goes_on(tokens, request.work, self._policy, self._vocab_size, request.pull.num_blocks)
 
     def _of(self, ahead: Pull) -> _Arrival | None:
         return next((arrival for arrival in self._arrivals.values() if arrival.ahead is ahead), None)
@@ -330,7 +355,7 @@ def pull_of(work: Decode) -> Pull:
         choice=work.choices[0],
         position=len(work.token_ids),
     )
-    return Pull(work.key, work.source, sequence=wanted)
+    return Pull(work.source, wanted)
 
 
 def known(tokens: Tokens, vocab_size: int) -> bool:
@@ -338,12 +363,18 @@ def known(tokens: Tokens, vocab_size: int) -> bool:
     return all(token < vocab_size for token in tokens.token_ids)
 
 
-def goes_on(tokens: Sequence[Tokens], work: Decode, vocab_size: int) -> bool:
+def goes_on(tokens: Sequence[Tokens], work: Decode, policy: Policy, vocab_size: int, num_blocks: int | None) -> bool:
     """Whether `tokens` are those that a cut sequence has beyond `work.token_ids`, with at least the one that has no KV
-    yet."""
-    return len(tokens) == 1 and (
-        known(tokens[0], vocab_size)
-        and (tokens[0].choice, tokens[0].position, tokens[0].finish_reason)
-        == (work.choices[0], len(work.token_ids), None)
-        and (tokens[0].logprobs is None) == (work.sampling.logprobs is None)
+    yet. The sequence must be shorter than its limit, at which it would have ended. Its KV must take the `num_blocks` of
+    the offer, unless that is not known (None) because messages were lost."""
+    if len(tokens) != 1:
+        return False
+    [said] = tokens
+    num_tokens = len(work.token_ids) + len(said.token_ids)
+    return (
+        known(said, vocab_size)
+        and (said.choice, said.position, said.finish_reason) == (work.choices[0], len(work.token_ids), None)
+        and (said.logprobs is None) == (work.sampling.logprobs is None)
+        and num_tokens < min(work.prompt_len + work.sampling.max_tokens, policy.max_sequence_tokens)
+        and num_blocks in (None, policy.blocks_for(num_tokens - 1))
     )

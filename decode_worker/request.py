@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -13,7 +12,7 @@ from common.contract.messages.fields import MAX_TOLD_TOKENS, FinishReason
 from common.contract.messages.gateway import Decode
 from common.contract.messages.worker import PromptTimes, Timings, TokenLogprobs, Tokens
 from common.engine.grammar import GrammarState
-from common.engine.sequence import Sequence
+from common.engine.sequence import TokenSequence
 from common.runtime.state_tables import follow
 from decode_worker.draft_cache import DraftTable
 from decode_worker.lookup import Lookup
@@ -148,7 +147,7 @@ class DecodeChoice:
     """One choice: a sequence, what was sent of it, and the scheduler's data on it."""
 
     request: DecodeRequest
-    sequence: Sequence
+    sequence: TokenSequence
     chain: BlockChain
     """Names of the sequence's full blocks."""
     order: int
@@ -276,7 +275,8 @@ class DecodeRequest:
     ahead: PullTimes | None = None
     """If a sequence moves here: times and bytes of the reads made before it was cut."""
     grammar_state: GrammarState | None = None
-    """State of the grammar before the first token, if the prompt is computed here; None without a grammar."""
+    """State of the grammar before the first token, if the prompt is computed here. If a sequence moves here, the state
+    of its tokens, which becomes the sequence's. None without a grammar."""
     prompt_times: PromptTimes | None = None
     """How long the first tokens took, here or at the source."""
     started_at: float | None = None
@@ -337,7 +337,7 @@ class LocalPrompt:
     """The choice that is recomputed; None for the request's prompt."""
     token_ids: list[int] | tuple[int, ...]
     num_computed: int
-    block_table: Seq[int]
+    block_table: Sequence[int]
     urgency: tuple[int, float, int]
     """(rank of the tier, deadline, order). The smallest comes first."""
 
@@ -356,6 +356,6 @@ class LocalPrompt:
         (self.choice or self.request).gave_way = value
 
 
-def rows_of(decodes: Seq[DecodeChoice]) -> tuple[int, int]:
+def rows_of(decodes: Sequence[DecodeChoice]) -> tuple[int, int]:
     """(rows of a step without drafts, tokens that they attend to in all)."""
     return len(decodes), sum(choice.sequence.num_tokens for choice in decodes)

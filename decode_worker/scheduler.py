@@ -16,8 +16,7 @@ The life cycles of requests and of their choices are `REQUEST_TABLE` and `STAGE_
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from common.contract.block_hashes import BlockHash
@@ -129,7 +128,7 @@ class DecodeScheduler:
         pull."""
         return self.entrance.reserve(now)
 
-    def lend(self, block_hashes: Seq[BlockHash]) -> list[int]:
+    def lend(self, block_hashes: Sequence[BlockHash]) -> list[int]:
         """The leading blocks of `block_hashes` that are cached, each with a reference for the borrower. Empty if that
         took free blocks that running sequences may need; blocks that are in use anyway are always lent."""
         blocks = self._pool.match(block_hashes)
@@ -140,12 +139,14 @@ class DecodeScheduler:
         self._pool.share(blocks)
         return blocks
 
-    def settled(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
+    def settled(
+        self, request: DecodeRequest, block_ids: Sequence[int], first_tokens: Sequence[Tokens], now: float
+    ) -> None:
         """The pulled blocks are valid: the request's choices continue after their first tokens."""
         self.entrance.settled(request)
         self.sequences.begin(request, block_ids, first_tokens, now)
 
-    def computed(self, request: DecodeRequest, first_tokens: Seq[Tokens], now: float) -> None:
+    def computed(self, request: DecodeRequest, first_tokens: Sequence[Tokens], now: float) -> None:
         """The last chunk of the request's prompt is done: its choices continue after their first tokens."""
         prompt = self.prompts.take(request)
         assert prompt is not None, request.story
@@ -209,7 +210,7 @@ class DecodeScheduler:
             return True
         return not self.speculation.would_draft(step.decodes, self._admission.num_left)
 
-    def chunks_done(self, chunks: Seq[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
+    def chunks_done(self, chunks: Sequence[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
         live = self.prompts.step_done(chunks)
         for chunk in live:
@@ -253,7 +254,7 @@ class DecodeScheduler:
 
     # --- a step's parts ------------------------------------------------------------------------------------------
 
-    def _swap_in(self, step: Step, joined: Seq[DecodeChoice]) -> None:
+    def _swap_in(self, step: Step, joined: Sequence[DecodeChoice]) -> None:
         """Swap in the blocks of sequences that have joined, except those that were preempted in the same step."""
         for choice in joined:
             if choice in self.batch and choice.host_slots:

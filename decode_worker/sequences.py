@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence
 
 from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
-from common.engine.sequence import Sequence
+from common.engine.sequence import TokenSequence
 from decode_worker.admission import Admission, quantile_of
 from decode_worker.entrance import Entrance
 from decode_worker.local_prompts import LocalPrompts
@@ -46,7 +45,9 @@ class Sequences:
 
     # --- beginning -----------------------------------------------------------------------------------------------
 
-    def begin(self, request: DecodeRequest, block_ids: Seq[int], first_tokens: Seq[Tokens], now: float) -> None:
+    def begin(
+        self, request: DecodeRequest, block_ids: Sequence[int], first_tokens: Sequence[Tokens], now: float
+    ) -> None:
         """The KV of the request's tokens is here and valid: its choices begin, and share the full blocks. A sequence
         that moved here has more tokens than the request; only the last of them has no KV yet."""
         work = request.work
@@ -60,9 +61,11 @@ class Sequences:
         for index, first in enumerate(first_tokens):
             table = block_ids if index == 0 else self._fork(request, block_ids, full)
             num_computed = num_tokens if table else 0
-            sequence = Sequence(
+            sequence = TokenSequence(
                 request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_computed, table
             )
+            if work.moving:
+                sequence.grammar_state = request.grammar_state
             choice = DecodeChoice(
                 request,
                 sequence,
@@ -88,7 +91,7 @@ class Sequences:
             if choice.finish_reason is not None:
                 self.remove(choice)
 
-    def _fork(self, request: DecodeRequest, block_ids: Seq[int], full: int) -> list[int]:
+    def _fork(self, request: DecodeRequest, block_ids: Sequence[int], full: int) -> list[int]:
         """Blocks of one more choice: the first `full` are shared, the last one is copied by the next step. Empty if
         there is no block for the copy."""
         rest = block_ids[full:]

@@ -28,7 +28,6 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
 from decode_worker.times import prompt_times_of
 from decode_worker.view import DecodeTotals
-from kv_transfer.pulls import Pulls
 
 _MOST_BETWEEN = 4.0
 """Most time between steps that is learnt from, in durations of the step: a process that was stopped says nothing."""
@@ -55,7 +54,6 @@ class DecodeSteps:
         costs: Costs,
         pool: BlockPool,
         scheduler: DecodeScheduler,
-        pulls: Pulls,
         departures: Departures,
         front: Front[DecodeRequest],
         answers: Answers,
@@ -67,7 +65,6 @@ class DecodeSteps:
         self._costs = costs
         self._pool = pool
         self._scheduler = scheduler
-        self._pulls = pulls
         self._departures = departures
         self._front = front
         self._answers = answers
@@ -85,7 +82,7 @@ class DecodeSteps:
         step = self._scheduler.schedule(self._agenda.now, step_before, may_draft=not self._departures.awaited)
         for request in step.revoked:
             assert request.pull is not None, request.work
-            self._pulls.revoke(request.pull)
+            request.pull.revoke()
         if step.empty:
             self._pool.step_finished(number)
             if before is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 
 from common.scheduling.costs import Costs
 from decode_worker.policy import Policy
@@ -40,7 +39,7 @@ class SwapSpace:
             return True
         return self._costs.swap_s(num_content) <= self._costs.recompute_s(num_lost)
 
-    def swap_out(self, choice: DecodeChoice, blocks: Seq[int]) -> list[tuple[int, int]]:
+    def swap_out(self, choice: DecodeChoice, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Reserve slots for the contents of `blocks`; returns (block, slot) pairs."""
         choice.host_slots = [self._free.pop() for _ in blocks]
         return list(zip(blocks, choice.host_slots, strict=True))

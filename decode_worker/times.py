@@ -45,16 +45,9 @@ def _decode_times(choice: DecodeChoice, now: float) -> DecodeTimes | None:
         decode_s = max(0.0, now - joined_at - preempted_s)  # the sum of pauses has rounding errors
     if pull is None:
         return DecodeTimes(
-            wait_s=0.0,
-            reserve_s=0.0,
-            pull_s=0.0,
-            settle_s=0.0,
             queue_s=queue_s,
             decode_s=decode_s,
             preempted_s=preempted_s,
-            read_s=0.0,
-            hidden_read_s=0.0,
-            pull_bytes=0,
             num_drafted=choice.num_drafted,
             num_accepted=choice.num_accepted,
         )

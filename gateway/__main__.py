@@ -241,11 +241,11 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
             working.append(asyncio.create_task(discovery.run(dispatcher.links.follow)))
         for task in working:
             task.add_done_callback(lambda _: app[ENDING].fail())
+        freeze_startup_objects()  # not once it is ready: it serves while a pool is empty, and that may be for days
         stopping = asyncio.create_task(stop.wait())
         usable = asyncio.create_task(dispatcher.links.wait_usable())
         await asyncio.wait([*working, stopping, usable], return_when=asyncio.FIRST_COMPLETED)
         if usable.done():
-            freeze_startup_objects()
             announcer.say(url=url, admin=admin_url, dashboard=f"{url}/" if dashboard is not None else None, ready=True)
             log.info("ready")
             await asyncio.wait([*working, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Final, cast
@@ -28,8 +28,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from common.contract.errors import Cause
+from common.runtime.clock import Clock, monotonic
 from gateway.access.api_keys import Keyring
 from gateway.access.callers import CALLER, Caller, Callers, client_of
+from gateway.access.connections import announce_close
 from gateway.access.http_guard import Guard, as_api_error, gateway_ended, is_gone
 from gateway.answer import answer_schemas as answers
 from gateway.answer.choice_stream import stream_pieces
@@ -58,7 +60,6 @@ from gateway.web.event_stream import EventStream
 from gateway.web.request_body import BodyReader
 from gateway.web.request_ids import echo_name, name_requests
 
-Clock = Callable[[], float]
 _READING_GRACE_S: Final = 60.0
 """Time after the budget of a streamed answer in which its client must read the rest."""
 _JOB = web.RequestKey("job", Job)
@@ -77,7 +78,7 @@ def create_app(
     metrics: GatewayMetrics,
     *,
     keyring: Keyring | None = None,
-    clock: Clock = time.monotonic,
+    clock: Clock = monotonic,
     traces: Traces | None = None,
     dashboard: Dashboard | None = None,
 ) -> web.Application:
@@ -90,7 +91,7 @@ def create_app(
     api = _Api(generator, tokenizer, settings, metrics, clock, traces, ending, guard)
     app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
     app[ENDING] = ending
-    app.on_response_prepare.extend([echo_name, guard.add_headers])
+    app.on_response_prepare.extend([echo_name, guard.add_headers, announce_close])
     app.add_routes([web.route(each.method, each.path, getattr(api, each.handler)) for each in ROUTES])
     if settings.explain_routing:
         app.on_response_prepare.append(_explain)
@@ -102,9 +103,9 @@ def create_app(
 def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
     """A runner for the application of `create_app`.
 
-    It cancels the handler of a client that leaves, which `aiohttp` does only on request. Its `cleanup` stops listening,
-    gives open requests `shutdown_timeout_s` to finish, and then ends the others with an error. Connections come from a
-    `Listener`, which bounds them.
+    It cancels the handler of a client that leaves, which `aiohttp` does only on request. Its `cleanup` closes idle
+    connections, gives requests that are open or still arriving `shutdown_timeout_s` to finish, and then ends the others
+    with an error. Connections come from a `Listener`, which bounds them and is closed before.
     """
 
     async def wait(_: web.Application) -> None:
@@ -180,11 +181,12 @@ class _Api:
         caller.admit_prompt(len(tokens))
         answer = answers.Tokenized(tokens=tokens, count=len(tokens), max_model_len=self._limits.max_sequence_tokens)
         if form.return_token_strs:
-            answer["token_strs"] = self._tokenizer.raw(tokens)
-        return web.json_response(answer)
+            answer["token_strs"] = await self._tokenizer.raw(tokens)
+        return _json(await _encoded(answer))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        text = self._intake.detokenize(await self._form(request, DetokenizeRequest))
+        form = await self._form(request, DetokenizeRequest)
+        text = await self._intake.detokenize(form, request[CALLER].admit_prompt)
         return web.json_response(answers.DetokenizedText(prompt=text))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -251,8 +253,7 @@ class _Api:
                         await asyncio.sleep(0)
             life.finished(self._clock())
         whole = answer.whole(choices, _usage(life))
-        body = encode(whole) if _is_short(life) else await _encoded(whole)
-        return web.Response(body=body, content_type="application/json", charset="utf-8")
+        return _json(encode(whole) if _is_short(life) else await _encoded(whole))
 
     async def _stream(self, request: web.Request, life: RequestLife, answer: AnswerFormat) -> web.StreamResponse:
         events = EventStream(request)
@@ -294,7 +295,7 @@ class _Api:
         try:
             yield
         except GenerationFailed as error:
-            if error.cause is Cause.CAPACITY and not life.begun:
+            if _is_untouched(life, error.cause):
                 request[CALLER].give_back(life.job.num_prompt_tokens)
             life.failed(error.cause, error.message, self._clock())
             raise
@@ -332,6 +333,18 @@ async def _explain(request: web.Request, response: web.StreamResponse) -> None:
     if _JOB in request:
         for name, value in request[_JOB].generations[0].waterfall.explain_route().items():
             response.headers[f"x-baton-{name}"] = value
+
+
+def _is_untouched(life: RequestLife, cause: Cause) -> bool:
+    """Whether nothing was computed of a request that failed for this cause: it was refused, or no worker got it."""
+    if life.begun:
+        return False
+    given = any(generation.waterfall.legs for generation in life.job.generations)
+    return cause is Cause.CAPACITY or (cause is Cause.WORKER_LOST and not given)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 
 def _is_short(life: RequestLife) -> bool:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.session import Welcome
 from common.contract.messages.worker import Tokens
-from kv_transfer.pull import Pull
 from kv_transfer.transport import ReadId
+
+if TYPE_CHECKING:
+    from kv_transfer.pull import Pull
 
 # --- events: from the shell to the core --------------------------------------------------------------------------
 
@@ -56,6 +59,9 @@ class ReadEnded:
     read_id: ReadId
     error: str | None
     """Why it failed; None if every block has arrived."""
+    mismatch: bool = False
+    """Whether it failed although every block has arrived, because the checksum of one differs: nothing is wrong with
+    the connection."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Life cycle of a lent prefix:
 
     1. AttachPrefix arrives. The worker finds the leading blocks that its cache holds, and takes references to them.
     2. They are pinned under a lease for this sink, and offered at once: a cached block is complete and never changes.
-    3. Settle(valid), Detach, the loss of the sink or `LENT_TTL_S` ends the lease. The worker drops its references.
+    3. Settle(valid), Detach, the loss of the sink or its time ends the lease. The worker drops its references.
 
 The worker itself opens, extends and completes the offers of requests that are being computed. Pure state: actions and
 consequences are passed to `emit`.
@@ -26,10 +26,11 @@ from common.runtime.probes import counter, gauge
 from kv_transfer.events import Consequence, Send, Serve, TransferAction
 from kv_transfer.lease import withdrawn
 from kv_transfer.lease_table import LeaseAction, LeaseTable
+from kv_transfer.transport import SLOWEST_READ_BYTES_PER_S
 
 LENT_TTL_S = 30.0
-"""Longest time, in seconds, that a cached prefix stays pinned for a sink. If a pull takes longer, it is better to
-compute the prefix."""
+"""Longest time, in seconds, that a cached prefix stays pinned for a sink, besides what the read of it may take at
+`SLOWEST_READ_BYTES_PER_S`. A sink gives up a read that takes longer."""
 UNATTACHED_TTL_S = 30.0
 """Seconds that an offer waits for a sink to attach, and an attach that is early for its offer, unless a setting says
 otherwise."""
@@ -54,12 +55,14 @@ class Lender:
         *,
         emit: Callable[[TransferAction | Consequence], None],
         clock: Clock,
+        block_bytes: int,
         find_prefix: FindPrefix,
         unattached_ttl_s: float = UNATTACHED_TTL_S,
         checksum: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
         self._emit = emit
         self._clock = clock
+        self._block_bytes = block_bytes
         self._find_prefix = find_prefix
         self._checksum = checksum
         self._leases = LeaseTable(unattached_ttl_s=unattached_ttl_s, checksums=checksum is not None)
@@ -123,7 +126,8 @@ class Lender:
         assert len(block_ids) <= len(message.block_hashes), "more blocks than were asked for"
         checksums = () if self._checksum is None else self._checksum(block_ids)
         self._num_prefixes_lent += 1
-        self._do(self._leases.lend(message.key, block_ids, sink, now + LENT_TTL_S, now, checksums))
+        deadline = now + LENT_TTL_S + len(block_ids) * self._block_bytes / SLOWEST_READ_BYTES_PER_S
+        self._do(self._leases.lend(message.key, block_ids, sink, deadline, now, checksums))
 
     # --- offers of the worker ------------------------------------------------------------------------------------
 

@@ -13,13 +13,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from kv_transfer.bandwidths import Bandwidths
-from kv_transfer.events import AddSource, DropSource, MoverAction, Poll, Serve, StartRead
+from kv_transfer.events import AddSource, DropSource, MoverAction, Poll, Polled, ReadEnded, Serve, StartRead
 from kv_transfer.regions import Region
 from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import Read, ReadId, ReadState, Transport
@@ -65,26 +65,20 @@ class _Died:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
-    """A read that has ended: it will write nothing any more."""
+class _Arrived:
+    """The measure of a read whose blocks have all arrived."""
 
-    read_id: ReadId
     source: Incarnation
-    num_blocks: int = 0
-    duration_s: float = 0.0
-    error: str = ""
-    """Why it failed; empty if every block has arrived."""
-    route: ReadRoute = field(default_factory=ReadRoute)
+    num_blocks: int
+    duration_s: float
+    route: ReadRoute
 
 
 class Mover:
     """Owns a transport. Every method is called on the event loop's thread, and every callback is made there.
 
-    `on_read(read_id, error)` is called once for each read when it has ended, that is, when nothing will write to its
-    blocks any more. `error` is None if every block has arrived. It is never called from within `carry_out`.
-
-    `on_polled(waiting)` is called once for each `Poll`, with the open reads of which nothing has begun, because they
-    wait for reads from other sources.
+    `report(event)` takes one `ReadEnded` for each read, when nothing will write to its blocks any more, and one
+    `Polled` for each `Poll`. It is never called from within `carry_out`.
 
     `on_fatal(error)` is called if the thread dies of a bug or hangs, or what serves peers dies. Reads whose end could
     not be proved are then never reported, and their blocks stay in quarantine: the process should end.
@@ -94,9 +88,8 @@ class Mover:
         self,
         region: Region,
         make_transport: Callable[[], Transport],
-        on_read: Callable[[ReadId, TransferError | None], None],
+        report: Callable[[ReadEnded | Polled], None],
         on_fatal: Callable[[Exception], None],
-        on_polled: Callable[[frozenset[ReadId]], None] = lambda _: None,
     ) -> None:
         self.num_reads_failed = 0
         self.num_blocks_read = 0
@@ -106,9 +99,8 @@ class Mover:
         self.bandwidths = Bandwidths(region.device)
         self._region = region
         self._make_transport = make_transport
-        self._on_read = on_read
+        self._report = report
         self._on_fatal = on_fatal
-        self._on_polled = on_polled
         # Bounded by its users: at most one open read for each block, and a few others for each peer.
         self._commands: SimpleQueue[MoverAction | _Stop | _Died] = SimpleQueue()
         self._open: set[ReadId] = set()
@@ -168,31 +160,31 @@ class Mover:
             return
         self._thread.join()
 
-    def _report(self, ended: _Ended) -> None:
+    def _on_ended(self, ended: ReadEnded, arrived: _Arrived | None = None) -> None:
+        """A read has ended. `arrived` measures it; None if it has failed."""
         self._open.remove(ended.read_id)
-        if ended.error:
+        if arrived is None:
             self.num_reads_failed += 1
-            self._on_read(ended.read_id, TransferError(ended.error))
         else:
-            self.num_blocks_read += ended.num_blocks
-            self.read_seconds += ended.duration_s
-            num_bytes = ended.num_blocks * self._region.block_bytes
-            self.bandwidths.observe(ended.source, ended.route, num_bytes, ended.duration_s)
-            self._on_read(ended.read_id, None)
+            self.num_blocks_read += arrived.num_blocks
+            self.read_seconds += arrived.duration_s
+            num_bytes = arrived.num_blocks * self._region.block_bytes
+            self.bandwidths.observe(arrived.source, arrived.route, num_bytes, arrived.duration_s)
+        self._report(ended)
 
-    def _begin(self, transport: Transport, worker: _Worker, metadata: bytes) -> None:
+    def _begin(self, transport: Transport, mover_thread: _MoverThread, metadata: bytes) -> None:
         """The first callback of the thread: the transport works."""
         self._transport = transport
-        self._watching = self._loop.create_task(self._watch(worker))
+        self._watching = self._loop.create_task(self._watch(mover_thread))
         self._metadata.set_result(metadata)
 
-    async def _watch(self, worker: _Worker) -> None:
+    async def _watch(self, mover_thread: _MoverThread) -> None:
         """Find out that a call of the transport does not return."""
-        seen, num_looks = worker.turn, 0
+        seen, num_looks = mover_thread.turn, 0
         while num_looks < _LOOKS:
             await asyncio.sleep(_HUNG_S / _LOOKS)
-            num_looks = num_looks + 1 if worker.turn == seen and worker.at_work else 0
-            seen = worker.turn
+            num_looks = num_looks + 1 if mover_thread.turn == seen and mover_thread.at_work else 0
+            seen = mover_thread.turn
         self._hung = True
         _logger.error("the mover hangs with %d reads open", self.num_open_reads)
         self._on_fatal(TransferError(f"a call of the transport has not returned for {_HUNG_S:.0f} s"))
@@ -219,7 +211,7 @@ class Mover:
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, StartRead):
-                self._report(_Ended(command.read_id, command.source, error="the mover has stopped"))
+                self._on_ended(ReadEnded(command.read_id, "the mover has stopped"))
 
     def _run(self) -> None:
         """What the thread runs."""
@@ -227,18 +219,18 @@ class Mover:
         try:
             transport = self._make_transport()
             transport.watch(lambda error: self._commands.put(_Died(error)))
-            worker = _Worker(
+            mover_thread = _MoverThread(
                 transport,
                 self._commands,
-                lambda ended: self._tell(self._report, ended),
-                lambda waiting: self._tell(self._on_polled, waiting),
+                lambda ended, arrived: self._tell(self._on_ended, ended, arrived),
+                lambda polled: self._tell(self._report, polled),
                 self._region,
             )
             try:
-                self._tell(self._begin, transport, worker, worker.metadata())
-                worker.run()
+                self._tell(self._begin, transport, mover_thread, mover_thread.metadata())
+                mover_thread.run()
             finally:
-                worker.close()
+                mover_thread.close()
         except Exception as error:  # noqa: BLE001 (`start` raises it, or `on_fatal` gets it)
             fatal = error
         self._tell(self._end, fatal)
@@ -248,22 +240,22 @@ class Mover:
             self._loop.call_soon_threadsafe(callback, *args)
 
 
-class _Worker:
+class _MoverThread:
     """The transport and its open reads. The mover's thread alone uses this object."""
 
     def __init__(
         self,
         transport: Transport,
         commands: SimpleQueue[MoverAction | _Stop | _Died],
-        report: Callable[[_Ended], None],
-        report_poll: Callable[[frozenset[ReadId]], None],
+        on_ended: Callable[[ReadEnded, _Arrived | None], None],
+        on_polled: Callable[[Polled], None],
         region: Region,
     ) -> None:
         self._transport = transport
         self._region = region
         self._commands = commands
-        self._report = report
-        self._report_poll = report_poll
+        self._on_ended = on_ended
+        self._on_polled = on_polled
         self._open: dict[ReadId, tuple[Read, float, StartRead]] = {}
         self._refused_sources: dict[Incarnation, str] = {}
         self.turn = 0
@@ -297,7 +289,8 @@ class _Worker:
             self._transport.poll()
             self._report_ended()
             if isinstance(command, Poll):
-                self._report_poll(frozenset(read_id for read_id, (read, _, _) in self._open.items() if read.waiting))
+                waiting = frozenset(read_id for read_id, (read, _, _) in self._open.items() if read.waiting)
+                self._on_polled(Polled(waiting))
 
     def close(self) -> None:
         """Close the transport, which ends every read. Then fail reads that are still pending: a bug has cut their start
@@ -361,12 +354,13 @@ class _Worker:
         for read_id, (read, started_s, command) in list(self._open.items()):
             if read.state is not ReadState.PENDING:
                 del self._open[read_id]
-                error = read.error or self._mismatch(command)
-                if error:
-                    self._report(_Ended(read_id, read.source, error=error))
+                mismatch = "" if read.error else self._mismatch(command)
+                if error := read.error or mismatch:
+                    self._on_ended(ReadEnded(read_id, error, mismatch=bool(mismatch)), None)
                     continue
                 route = self._transport.route(read.source)
-                self._report(_Ended(read_id, read.source, read.num_blocks, now_s - started_s, "", route))
+                arrived = _Arrived(read.source, read.num_blocks, now_s - started_s, route)
+                self._on_ended(ReadEnded(read_id, None), arrived)
 
     def _mismatch(self, command: StartRead) -> str:
         """A message about the first arrived block whose checksum differs from the source's; empty if there is none, or

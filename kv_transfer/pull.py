@@ -25,9 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
-from common.contract.ids import LeaseId, RequestKey
+from common.contract.ids import LeaseId
 from common.contract.messages.fields import MAX_PREFIX_BLOCKS, Message
 from common.contract.messages.gateway import Source
 from common.contract.messages.handoff import (
@@ -43,6 +42,7 @@ from common.contract.messages.handoff import (
 )
 from common.contract.messages.worker import PromptTimes, Tokens
 from common.runtime.state_tables import follow
+from kv_transfer.events import Pulled, PullFailed, PullOffered, Released, SendToSource
 from kv_transfer.pull_times import PullTimes
 
 MAX_GAPS = 64
@@ -97,20 +97,6 @@ PULL_TABLE: Mapping[PullState, Mapping[PullEvent, PullState]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class ToSource:
-    """Send `message` to the source."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class WantBlocks:
-    """The offer is open: reserve this many blocks and call `reserve`."""
-
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReadBlocks:
     """Read blocks `[start, start + len(source_blocks))` of the sequence; report `read_done(start, …)`."""
 
@@ -120,56 +106,22 @@ class ReadBlocks:
     checksums: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """The pull is settled and valid: the blocks hold the sequence's KV, and these are its first tokens."""
-
-    block_ids: tuple[int, ...]
-    first_tokens: tuple[Tokens, ...]
-    """Empty for a prefix pull."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """These blocks no longer belong to the pull, and nothing writes to them."""
-
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """The pull is abandoned with this cause; None also if the first tokens ended the request (`Pull.ended_with`)."""
-
-    cause: Cause | None
-    message: str
-
-
-PullAction = ToSource | WantBlocks | ReadBlocks | Admit | Release | Abandoned
+PullAction = SendToSource | ReadBlocks | PullOffered | Pulled | Released | PullFailed
 
 
 class Pull:
-    """The pull of one request's blocks from a source.
+    """The pull of blocks from a source, which `wanted` asks for.
 
-    With `block_hashes` it is a prefix pull, of the leading ones of these blocks that the source has. With `sequence` it
-    pulls a running sequence. Otherwise it pulls the request's own prompt, from the Prefill of attempt `offered` (by
-    default the pull's own attempt).
+    `Attach` asks for the request's own prompt, `AttachSequence` for a running sequence. With `AttachPrefix` it is a
+    prefix pull, of the leading ones of these blocks that the source has.
     """
 
-    def __init__(
-        self,
-        key: RequestKey,
-        source: Source,
-        block_hashes: Sequence[BlockHash] | None = None,
-        *,
-        offered: int | None = None,
-        sequence: AttachSequence | None = None,
-    ) -> None:
-        assert block_hashes is None or 1 <= len(block_hashes) <= MAX_PREFIX_BLOCKS, "a prefix that no message names"
-        self._offered_attempt = key.attempt if offered is None else offered
-        self._sequence = sequence
-        self.key = key
+    def __init__(self, source: Source, wanted: Attach | AttachPrefix | AttachSequence) -> None:
+        self._wanted = wanted
+        self.key = wanted.key
         self.source = source
-        self.block_hashes = None if block_hashes is None else tuple(block_hashes)
+        names = self.block_hashes = wanted.block_hashes if isinstance(wanted, AttachPrefix) else None
+        assert names is None or 1 <= len(names) <= MAX_PREFIX_BLOCKS, "a prefix that no message names"
         self.state = PullState.ATTACHING
         self.num_blocks: int | None = None
         """Blocks of the whole offer, once it is known."""
@@ -226,9 +178,10 @@ class Pull:
         if self.state is PullState.SETTLING and self.block_hashes is not None:
             return [self._settle()]  # a lent prefix ends with its sink's session; an attach would lend it anew
         self._attached = True
+        attach = self._send(self._wanted)
         if self.state is PullState.SETTLING:
-            return [self._attach(), self._settle()]  # a source that has lost only this sink still holds the lease
-        return [self._attach()]
+            return [attach, self._settle()]  # a source that has lost only this sink still holds the lease
+        return [attach]
 
     def blocks_ready(self, message: BlocksReady) -> list[PullAction]:
         """The source offers more blocks, or, after an attach, all of them again."""
@@ -263,7 +216,7 @@ class Pull:
         self._checksums.extend(checksums[known - message.start :])
         if self.state is PullState.ATTACHING:
             self._enter(PullEvent.OFFER)
-            return [WantBlocks(message.num_blocks)]
+            return [PullOffered(self, message.num_blocks)]
         return self._read_more()
 
     def reserve(self, block_ids: Sequence[int], num_held: int = 0) -> list[PullAction]:
@@ -289,7 +242,7 @@ class Pull:
         end = self._open_reads.pop(start)
         self.story.append(f"read [{start}, {end}) {error or 'done'}")
         if self.state is PullState.ABANDONED:
-            return [Release(self._sink_blocks[start:end]), *self._detach_if_over()]
+            return [Released(self._sink_blocks[start:end]), *self._detach_if_over()]
         if error is None:
             return self._settle_if_read()
         return self.abandon(Cause.TRANSFER, f"a read failed: {error}")
@@ -317,11 +270,12 @@ class Pull:
             return self.abandon(Cause.LEASE_LOST, "the source could not prove that what was read is valid")
         self._enter(PullEvent.VALID)
         assert self._first_tokens is not None
-        return [Admit(self._sink_blocks, self._first_tokens)]
+        return [Pulled(self, self._sink_blocks, self._first_tokens)]
 
     def withdrawn(self, message: OfferWithdrawn) -> list[PullAction]:
-        """The source has nothing (more) to offer."""
-        return self.refused(message.cause, f"the source withdrew its offer: {message.message}")
+        """The source has nothing (more) to offer. For a prefix pull its cause is kept: no gateway is told that one."""
+        why = f"the source withdrew its offer: {message.message}"
+        return self.refused(message.cause, why) if self.block_hashes is None else self.abandon(message.cause, why)
 
     def refused(self, cause: Cause, message: str) -> list[PullAction]:
         """The source gives nothing, or is lost. A cause that concerns it alone is not passed on as the sink's own."""
@@ -334,8 +288,8 @@ class Pull:
         self._enter(PullEvent.ABANDON)
         reading = set(self._reading())
         free = tuple(block for block in self._sink_blocks if block not in reading)
-        actions: list[PullAction] = [Release(free)] if free else []
-        return [*actions, *self._detach_if_over(), Abandoned(cause, message)]
+        actions: list[PullAction] = [Released(free)] if free else []
+        return [*actions, *self._detach_if_over(), PullFailed(self, cause, message)]
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
@@ -393,7 +347,7 @@ class Pull:
     def _detach_if_over(self) -> list[PullAction]:
         if not self._attached or self._open_reads:
             return []
-        return [ToSource(Detach(request=self.key.request, attempt=self.key.attempt))]
+        return [self._send(Detach(request=self.key.request, attempt=self.key.attempt))]
 
     def _attach_again(self) -> list[PullAction]:
         """Blocks are missing, since messages were lost. A source that leaves them out whenever it is asked is not
@@ -403,18 +357,13 @@ class Pull:
             return self.abandon(Cause.TRANSFER, "the source leaves blocks out")
         return self.attach()
 
-    def _attach(self) -> ToSource:
-        request, attempt = self.key
-        if self._sequence is not None:
-            return ToSource(self._sequence)
-        if self.block_hashes is None:
-            return ToSource(Attach(request=request, attempt=attempt, offered=self._offered_attempt))
-        return ToSource(AttachPrefix(request=request, attempt=attempt, block_hashes=self.block_hashes))
-
-    def _settle(self) -> ToSource:
+    def _settle(self) -> SendToSource:
         assert self._lease is not None
         lease, epoch = self._lease
-        return ToSource(Settle(request=self.key.request, attempt=self.key.attempt, lease=lease, epoch=epoch))
+        return self._send(Settle(request=self.key.request, attempt=self.key.attempt, lease=lease, epoch=epoch))
+
+    def _send(self, message: Message) -> SendToSource:
+        return SendToSource(self.source.address, message)
 
 
 def _is_whole(offer: BlocksReady, most: int) -> bool:

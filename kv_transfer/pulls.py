@@ -38,12 +38,7 @@ from kv_transfer.events import (
     DropSource,
     Poll,
     Polled,
-    Pulled,
-    PullFailed,
-    PullOffered,
     ReadEnded,
-    Released,
-    SendToSource,
     SourceLost,
     SourceOpened,
     SourceReceived,
@@ -51,8 +46,8 @@ from kv_transfer.events import (
     TransferAction,
     TransferEvent,
 )
-from kv_transfer.pull import Abandoned, Admit, Pull, PullAction, PullState, ReadBlocks, Release, ToSource, WantBlocks
-from kv_transfer.transport import ReadId
+from kv_transfer.pull import Pull, PullAction, PullState, ReadBlocks
+from kv_transfer.transport import SLOWEST_READ_BYTES_PER_S, ReadId
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +70,10 @@ class _Read:
     """Index, in the sequence, of the first block that it reads."""
     agent: int | None
     """Number of the agent that reads (see `Pulls._agents`)."""
+    num_bytes: int
     since_s: float
-    """The time by `Pulls._polled_s` when it began, was last seen to wait for reads from other sources, lost its pull,
-    or last had another chance: an earlier read from its source has arrived, or its agent was replaced."""
+    """The time by `Pulls._polled_s` when it began, lost its pull, had its agent replaced, or was last seen to wait:
+    behind an earlier read from its source, or for reads from other sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +168,6 @@ class Pulls:
         pull.times.reserved_at = self._clock()
         self._do(pull, pull.reserve(block_ids, num_held))
 
-    def revoke(self, pull: Pull) -> None:
-        """Give the blocks that were reserved for a `revocable` pull back to the worker. `reserve` may be called
-        again."""
-        pull.revoke()
-
     def abandon(self, pull: Pull, cause: Cause | None, why: str) -> None:
         """Give up a pull; inert if it is over."""
         self._do(pull, pull.abandon(cause, why))
@@ -245,37 +236,38 @@ class Pulls:
         pull = read.pull
         pull.times.read_ended(self._clock())
         present = self._agents.get(pull.source.incarnation)
-        if event.error is None:
-            self._renew_behind(event.read_id, pull)
-        if event.error is not None and present is not None and read.agent == present:
+        if event.error is not None and not event.mismatch and present is not None and read.agent == present:
             # Its connection may be broken for good. The next pull gets a new one.
             self._replace_agent(pull.source.incarnation)
         self._do(pull, pull.read_done(read.start, event.error))
 
-    def _renew_behind(self, ended: ReadId, pull: Pull) -> None:
-        """The reads that were begun after one that has ended may have waited for it: their time begins now."""
-        for read_id, read in self._reads.items():
-            if read_id > ended and read.pull.source == pull.source:
-                read.since_s = self._polled_s
-
     def _on_polled(self, waiting: Collection[ReadId]) -> None:
-        """Replace the agents whose reads have lasted too long, or have kept blocks in quarantine for too long."""
+        """Replace the agents whose reads have lasted too long, or have kept blocks in quarantine for too long.
+
+        Only the oldest open read from each source is judged, because a transport may read in order. The others are
+        judged once those before them have ended, or fail with the agent.
+        """
         now = self._clock()
         self._polled_s += min(now - self._polled_at, MAX_POLL_GAP_S)
         self._polled_at, self._polling = now, False
-        overdue: set[Source] = set()
-        for read_id, read in self._reads.items():
-            bound_s = self._quarantine_bound_s if read.pull in self._quarantine else self._read_bound_s
-            if read_id in waiting:
+        judged: set[Incarnation] = set()
+        overdue: list[Source] = []
+        for read_id, read in self._reads.items():  # the oldest comes first
+            source = read.pull.source
+            if read_id in waiting or source.incarnation in judged:
                 read.since_s = self._polled_s
-            elif self._polled_s - read.since_s > bound_s:
-                overdue.add(read.pull.source)
+            elif self._polled_s - read.since_s > self._bound_s(read):
+                read.since_s = self._polled_s
+                overdue.append(source)
+            judged.add(source.incarnation)
         for source in overdue:
             log.warning("a read from %s does not end: replacing the agent that reads from there", source)
             self._replace_agent(source.incarnation)
-        for read in self._reads.values():
-            if read.pull.source in overdue:
-                read.since_s = self._polled_s
+
+    def _bound_s(self, read: _Read) -> float:
+        """Seconds that a read may take, or stay in quarantine: more, the more it brings."""
+        bound_s = self._quarantine_bound_s if read.pull in self._quarantine else self._read_bound_s
+        return bound_s + read.num_bytes / SLOWEST_READ_BYTES_PER_S
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
@@ -309,25 +301,18 @@ class Pulls:
         self._note(pull, now)
         for action in actions:
             match action:
-                case ToSource(message):
-                    self._emit(SendToSource(pull.source.address, message))
                 case ReadBlocks():
                     self._read(pull, action, now)
-                case WantBlocks(num_blocks):
-                    self._emit(PullOffered(pull, num_blocks))
-                case Admit(block_ids, first_tokens):
-                    self._emit(Pulled(pull, block_ids, first_tokens))
-                case Release(block_ids):
-                    self._emit(Released(block_ids))
-                case Abandoned(cause, message):
-                    self._emit(PullFailed(pull, cause, message))
+                case _:
+                    self._emit(action)
 
     def _read(self, pull: Pull, wanted: ReadBlocks, now: float) -> None:
         if not self._reads:
             self._polled_at = now  # no poll was asked for while no read was open
         read_id, source = ReadId(next(self._read_ids)), pull.source.incarnation
-        self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source), self._polled_s)
-        pull.times.read_begun(len(wanted.sink_blocks) * self._block_bytes, now)
+        num_bytes = len(wanted.sink_blocks) * self._block_bytes
+        self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source), num_bytes, self._polled_s)
+        pull.times.read_begun(num_bytes, now)
         self._emit(StartRead(read_id, source, wanted.source_blocks, wanted.sink_blocks, wanted.checksums))
 
     def _enter(self, pull: Pull) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from prometheus_client.metrics_core import Metric
 
-from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.session import Role
@@ -20,18 +19,11 @@ from common.runtime.config import WorkerSettings
 from common.runtime.curve import CurveKeys
 from common.runtime.peer_networks import PeerNetworks
 from common.runtime.probes import counter, gauge
-from kv_transfer.events import (
-    Connect,
-    MoverAction,
-    Polled,
-    ReadEnded,
-    SendToSource,
-    TransferEvent,
-)
+from kv_transfer.events import Connect, MoverAction, SendToSource, TransferEvent
 from kv_transfer.mover import Mover
 from kv_transfer.regions import Region
 from kv_transfer.source_links import SourceLinks
-from kv_transfer.transport import ReadId, Transport
+from kv_transfer.transport import Transport
 
 
 class Transfers:
@@ -50,10 +42,9 @@ class Transfers:
         open_pulls: Callable[[str], Collection[RequestKey]],
     ) -> None:
         """`report` takes each event. `open_pulls` returns the pulls from an address that are not over."""
-        self.mover = Mover(region, make_transport, self._on_read, self.on_died, self._on_polled)
+        self.mover = Mover(region, make_transport, report, self.on_died)
         self.metadata = b""
         """What sinks need in order to read from this worker; known once started."""
-        self._report = report
         self._block_bytes = region.block_bytes
         peers, keys = PeerNetworks.of(settings), CurveKeys.load(settings.curve_keys)
         self._links = SourceLinks(
@@ -89,12 +80,6 @@ class Transfers:
         worker ends."""
         if not self._died.done():
             self._died.set_exception(error)
-
-    def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
-        self._report(ReadEnded(read_id, None if error is None else str(error)))
-
-    def _on_polled(self, waiting: frozenset[ReadId]) -> None:
-        self._report(Polled(waiting))
 
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""

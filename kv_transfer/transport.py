@@ -23,6 +23,9 @@ from kv_transfer.routes import ReadRoute
 
 MAX_METADATA_BYTES = 2**20
 """Largest transport metadata that is accepted, in bytes. It equals the limit of `Welcome.transport_metadata`."""
+SLOWEST_READ_BYTES_PER_S = 1e8
+"""The slowest rate that is expected of a read: about that of 1 Gbit/s Ethernet. The bounds on the time of a read, and
+of a loan that is read, grow with their bytes at this rate."""
 
 _Fields = TypeVar("_Fields")
 

@@ -11,11 +11,11 @@ from common.runtime.worker_host import Worker, WorkerHost, run_worker
 async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path) -> Worker:
     """Load the model and start the transport. Raises `OperatorError` or `TransferError`."""
     # Imported here: torch takes seconds to import, and an occupied port or a wrong path should be reported before.
-    from common.engine.engine import Engine, device_of
-    from common.worker.start import start_worker
+    from common.engine.engine import Engine
+    from common.worker.start import on_its_device, start_worker
     from prefill_worker.core import PrefillCore
 
-    decided = settings.on(device_of(settings))
+    decided = on_its_device(settings)
     engine = await Engine.load(decided, folder, host.progress, step_tokens=decided.chunk_size)
     return await start_worker(decided, host, engine, lambda region: PrefillCore(decided, host.me, engine, region))
 

@@ -49,7 +49,6 @@ from common.worker.events import (
     StepWanted,
     Ticked,
 )
-from common.worker.exchange import Exchange
 from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
 from kv_transfer.events import (
@@ -101,11 +100,17 @@ class PrefillCore:
             most_samples=_SAMPLED_BYTES // (4 * engine.runner.config.vocab_size),
         )
         self._agenda = Agenda(self._decide)
-        self.exchange = Exchange(self._agenda, settings, region, self._find_prefix, settings.unattached_ttl_s)
-        self.pulls, self.lender = self.exchange.pulls, self.exchange.lender
         self.front: Front[PrefillRequest] = Front(
-            self._agenda, settings, self.block_size, self.pool, self.scheduler.trials, self.exchange
+            self._agenda,
+            settings,
+            self.block_size,
+            self.pool,
+            self.scheduler.trials,
+            region,
+            self._find_prefix,
+            settings.unattached_ttl_s,
         )
+        self.pulls, self.lender = self.front.pulls, self.front.lender
         self.prefix_pulls = PrefixPulls(
             me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
         )
@@ -121,7 +126,6 @@ class PrefillCore:
             self.block_size,
             self.pool,
             self.scheduler,
-            self.exchange,
             self.prefix_pulls,
             self.front,
             self.totals,
@@ -276,10 +280,10 @@ class PrefillCore:
 
     # --- leases --------------------------------------------------------------------------------------------------
 
-    def _find_prefix(self, block_hashes: Sequence[bytes]) -> Sequence[int]:
+    def _find_prefix(self, block_hashes: Sequence[BlockHash]) -> Sequence[int]:
         """Cached blocks that another worker may read, each with a reference for the lender. Admitted prompts already
         hold every block that they need, so this takes none from them."""
-        blocks = self.pool.match(BlockHash(name) for name in block_hashes)
+        blocks = self.pool.match(block_hashes)
         self.pool.share(blocks)
         return blocks
 
@@ -300,7 +304,7 @@ class PrefillCore:
 
     def _on_tick(self) -> None:
         now = self._agenda.now
-        self.exchange.tick(now)
+        self.front.tick(now)
         for prefix in self.prefix_pulls.overdue(now):
             self.pulls.abandon(prefix.pull, Cause.DEADLINE, "pulling the prefix took too long")
         overdue = [request for request in self.masks.subjects() if request.deadline <= now]

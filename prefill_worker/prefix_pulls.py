@@ -13,6 +13,7 @@ from typing import Literal
 
 from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages.fields import MAX_PREFIX_BLOCKS
+from common.contract.messages.handoff import AttachPrefix
 from common.scheduling.costs import Costs
 from kv_transfer.pull import Pull
 from prefill_worker.request import PrefillRequest, PromptState
@@ -106,10 +107,10 @@ class PrefixPulls:
             if compute_s > _LATENCY_S:  # else it is too short at any speed
                 self._s_per_block = max(self._least_s_per_block, self._s_per_block * _FORGETTING)
             return None
-        key = RequestKey(new_request_id(), 1)
-        pull = Pull(key, hint.source, request.block_hashes[:end])
+        hashes = tuple(request.block_hashes[:end])
+        pull = Pull(hint.source, AttachPrefix(request=new_request_id(), attempt=1, block_hashes=hashes))
         prefix = PrefixPull(pull, request, now, now + max(self._patience_s, 2 * compute_s))
-        self._pulls[key] = prefix
+        self._pulls[pull.key] = prefix
         return prefix
 
     def find(self, pull: Pull) -> PrefixPull:

@@ -15,7 +15,6 @@ from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
 from common.worker.agenda import Agenda, PlanWanted
 from common.worker.events import Compute, PlannedStep, StepEnded
-from common.worker.exchange import Exchange
 from common.worker.front import Front
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest
@@ -46,7 +45,6 @@ class PrefillSteps:
         block_size: int,
         pool: BlockPool,
         scheduler: PrefillScheduler,
-        exchange: Exchange,
         prefix_pulls: PrefixPulls,
         front: Front[PrefillRequest],
         totals: PrefillTotals,
@@ -59,7 +57,7 @@ class PrefillSteps:
         self._block_size = block_size
         self._pool = pool
         self._scheduler = scheduler
-        self._pulls, self._lender, self._checksum = exchange.pulls, exchange.lender, exchange.checksum
+        self._pulls, self._lender, self._checksum = front.pulls, front.lender, front.checksum
         self._prefix_pulls = prefix_pulls
         self._front = front
         self._totals = totals

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from prompt_pulls import pull_of_prompt
 from step_tokens import handles
 
 from common.contract.block_hashes import BlockChain
@@ -21,7 +22,6 @@ from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
-from kv_transfer.pull import Pull
 
 BLOCK_SIZE = 4
 ENDLESS = 100_000
@@ -72,7 +72,7 @@ def request(
         offered=None if local else RequestKey(RequestId(name), 1),
         moving=moving,
     )
-    pull = None if local else Pull(work.key, AT)
+    pull = None if local else pull_of_prompt(work.key, AT)
     return DecodeRequest(work, Incarnation("g"), 1e9, arrived, BlockChain(BLOCK_SIZE, salt), pull)
 
 

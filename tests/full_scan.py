@@ -93,7 +93,10 @@ def decode_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> lis
 
 def prefill_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
     shunned = caution.avoid | caution.too_small
-    workers = [worker for worker in fitting(caution, workers) if worker.life not in shunned]
+    workers = fitting(caution, workers)
+    if caution.admitted and sum(worker.life in caution.avoid for worker in workers) >= 3:
+        return []
+    workers = [worker for worker in workers if worker.life not in shunned]
     return beside(caution, [worker for worker in workers if holds(worker, ask.num_tokens)])
 
 

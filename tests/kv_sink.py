@@ -19,6 +19,7 @@ import zmq.asyncio
 from stack import BLOCK_SIZE
 from transformers import AutoTokenizer
 
+from common.contract.errors import TransferError
 from common.contract.ids import new_incarnation, new_request_id
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.fields import Message
@@ -33,7 +34,7 @@ from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.clock import Pulse, monotonic
 from common.worker.start import region_of
-from kv_transfer.events import AddSource, StartRead
+from kv_transfer.events import AddSource, Polled, ReadEnded, StartRead
 from kv_transfer.mover import Mover
 from kv_transfer.transport import ReadId
 from kv_transfer.transports import transport_maker
@@ -102,16 +103,17 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
     region = region_of(cache)
     reads: dict[int, asyncio.Future[None]] = {}
 
-    def on_read(read_id: ReadId, error: Exception | None) -> None:
-        if error is None:
-            reads[read_id].set_result(None)
+    def on_event(event: ReadEnded | Polled) -> None:
+        assert isinstance(event, ReadEnded), "nobody has asked for a poll"
+        if event.error is None:
+            reads[event.read_id].set_result(None)
         else:
-            reads[read_id].set_exception(error)
+            reads[event.read_id].set_exception(TransferError(event.error))
 
     def on_fatal(error: Exception) -> None:
         raise error
 
-    mover = Mover(region, transport_maker(transport, region, me, "127.0.0.1"), on_read, on_fatal)
+    mover = Mover(region, transport_maker(transport, region, me, "127.0.0.1"), on_event, on_fatal)
     await mover.start()
     context = zmq.asyncio.Context()
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=runner.layout)

@@ -172,13 +172,16 @@ def settings_exist(objects: list[Object]) -> Iterator[str]:
 
 
 def memory_is_opened_on_purpose(objects: list[Object]) -> Iterator[str]:
-    """A worker, which never binds loopback in a pod, exposes its memory over TCP if and only if UCX speaks TCP."""
+    """A worker, which never binds loopback in a pod, exposes its memory over TCP if and only if UCX speaks TCP. A GPU's
+    memory is moved by nothing but UCX."""
     for each, _, container in containers(objects):
         variables = environment(objects, container)
         if container.get("args", ("",))[0] not in ("prefill", "decode"):
             continue
         with_tcp = variables.get("BATON_TRANSPORT") != "zmq" and allows_tcp(variables.get("UCX_TLS"))
         exposed = variables.get("BATON_EXPOSE_MEMORY_OVER_TCP") == "true"
+        if variables.get("BATON_TRANSPORT") == "zmq" and variables.get("BATON_DEVICE") == "cuda":
+            yield f"{named(each)}: it ends at its start, for ZMQ does not move the memory of a GPU"
         if with_tcp and not exposed:
             yield f"{named(each)}: it ends at its start, for it would expose its memory over TCP"
         if exposed and not with_tcp:

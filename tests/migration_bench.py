@@ -19,7 +19,7 @@ from slow_slices import slices_of
 from step_tokens import Reader, handles
 
 from common.contract.codec import decode, encode
-from common.contract.errors import Cause, TransferError
+from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Resume, Source
@@ -49,6 +49,7 @@ from kv_transfer.events import (
     AddSource,
     DropSource,
     MoverAction,
+    ReadEnded,
     SourceLost,
     SourceOpened,
     SourceReceived,
@@ -241,9 +242,9 @@ class Read:
 class Reads:
     """The mover of a site (`kv_transfer.mover.Mover`): what it is to read, and how that goes, the test says."""
 
-    def __init__(self, site: Site, on_read: Callable[[ReadId, TransferError | None], None]) -> None:
+    def __init__(self, site: Site, report: Callable[[ReadEnded], None]) -> None:
         self.site = site
-        self.on_read = on_read
+        self.report = report
         self.open: list[Read] = []
         self.sources: set[Incarnation] = set()
         self.num_blocks_read = 0
@@ -278,7 +279,7 @@ class Reads:
         """It is done, or has failed."""
         assert error is not None or read.copied == len(read.sink_blocks)
         self.open.remove(read)
-        self.on_read(read.read_id, None if error is None else TransferError(error))
+        self.report(ReadEnded(read.read_id, error))
 
     def go_on(self, read: Read) -> None:
         """One step towards its end."""
@@ -377,7 +378,7 @@ class Site:
         settings = DecodeSettings(**decided).on("cpu")
         self.core = DecodeCore(settings, self.engine, region)  # type: ignore[arg-type]
         with (
-            patch.object(transfers, "Mover", lambda region, make, on_read, *_: Reads(self, on_read)),
+            patch.object(transfers, "Mover", lambda region, make, report, *_: Reads(self, report)),
             patch.object(transfers, "SourceLinks", lambda *options: Links(self, *options[7:9])),
         ):
             self.worker = WorkerShell(
@@ -585,9 +586,10 @@ class Gateway:
         num_choices: int = 1,
         *,
         logprobs: bool = False,
+        grammar: str | None = None,
     ) -> Leg:
         """A new request, whose prompt `site` computes itself."""
-        sampling = SamplingParams(max_tokens=max_tokens, logprobs=0 if logprobs else None)
+        sampling = SamplingParams(max_tokens=max_tokens, logprobs=0 if logprobs else None, grammar=grammar)
         choices = [Choice(index, list(prompt)) for index in range(num_choices)]
         ask = Ask(f"ask {len(self.asks)}", tuple(prompt), sampling, choices)
         self.asks.append(ask)

@@ -35,9 +35,15 @@ class ModelHub:
                 if commit in self.commits:
                     return json.dumps({"id": HUB_ID, "sha": commit, "siblings": []}).encode(), {}
             case [owner, name, "tree", commit] if f"{owner}/{name}" == HUB_ID and commit in self.commits:
-                files = [(each, each.read_bytes()) for each in sorted(self.commits[commit].iterdir())]
+                folder = self.commits[commit]
+                files = [(each, each.read_bytes()) for each in sorted(folder.rglob("*")) if each.is_file()]
                 listed = [
-                    {"type": "file", "path": each.name, "size": len(content), "oid": _digest(content)}
+                    {
+                        "type": "file",
+                        "path": each.relative_to(folder).as_posix(),
+                        "size": len(content),
+                        "oid": _digest(content),
+                    }
                     for each, content in files
                 ]
                 return json.dumps(listed).encode(), {}

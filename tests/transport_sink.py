@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from transport_source import END_BOUND_S, Cache, SourceProcess, make_transport
 
-from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
-from kv_transfer.events import StartRead
+from kv_transfer.events import Polled, ReadEnded, StartRead
 from kv_transfer.mover import Mover
 from kv_transfer.transport import ReadId
 
@@ -23,10 +22,10 @@ class Sink:
         self.mover = Mover(
             self.cache.region,
             lambda: make_transport(kind, self.cache.region, new_incarnation()),
-            self._on_read,
+            self._on_event,
             self.fatal.append,
         )
-        self._ends: dict[ReadId, asyncio.Future[TransferError | None]] = {}
+        self._ends: dict[ReadId, asyncio.Future[str | None]] = {}
         self._next_read = 0
 
     def read(
@@ -35,8 +34,8 @@ class Sink:
         source_blocks: Sequence[int],
         sink_blocks: Sequence[int],
         checksums: Sequence[int] | None = None,
-    ) -> asyncio.Future[TransferError | None]:
-        """Start a read; the future tells how it ended."""
+    ) -> asyncio.Future[str | None]:
+        """Start a read; the future tells why it failed, or None if it is done."""
         self._next_read += 1
         read_id = ReadId(self._next_read)
         end = self._ends[read_id] = asyncio.get_running_loop().create_future()
@@ -44,16 +43,17 @@ class Sink:
         self.mover.carry_out(StartRead(read_id, source, tuple(source_blocks), tuple(sink_blocks), sums))
         return end
 
-    async def end_of(self, read: asyncio.Future[TransferError | None]) -> TransferError | None:
-        """How the read ended; TimeoutError after END_BOUND_S."""
+    async def end_of(self, read: asyncio.Future[str | None]) -> str | None:
+        """Why the read failed; None if it is done. TimeoutError after END_BOUND_S."""
         return await asyncio.wait_for(asyncio.shield(read), END_BOUND_S)
 
     def assert_equal(self, source: SourceProcess, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> None:
         """The blocks that were read are the source's."""
         assert self.cache.region.crc32(sink_blocks) == tuple(source.checksums[block] for block in source_blocks)
 
-    def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
-        self._ends.pop(read_id).set_result(error)
+    def _on_event(self, event: ReadEnded | Polled) -> None:
+        assert isinstance(event, ReadEnded), "nobody has asked for a poll"
+        self._ends.pop(event.read_id).set_result(event.error)
 
     async def __aenter__(self) -> Sink:
         await self.mover.start()

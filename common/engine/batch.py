@@ -17,7 +17,7 @@ import numpy as np
 from common.contract.errors import BatonError, Cause
 from common.contract.messages.worker import TokenLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
-from common.engine.sequence import Sequence as TokenSequence
+from common.engine.sequence import TokenSequence
 from common.engine.token_counts import TokenCounts
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -28,6 +28,25 @@ MODEL_TYPES = {
 }
 """Supported architectures and the `model_type` that each must have."""
 
+_ROPE_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "truncate",
+    },
+}
+"""Supported types of RoPE → the keys that are read for each, as `transformers` does."""
+_ROPE_KEYS_OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+"""Keys that any type may have. `finetuned` only tells how the model was trained."""
+
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
 _Layers = Annotated[int, Field(ge=1, le=2**16)]
 _Finite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -214,8 +233,10 @@ def _windows(stated: _Stated, family: str, folder: Path) -> tuple[int | None, ..
 
 
 def _rope(stated: _Stated, folder: Path) -> RopeConfig:
-    """RoPE parameters, from `rope_parameters` or, in older files, from `rope_theta` and `rope_scaling`."""
-    parameters = dict(stated.rope_scaling or stated.rope_parameters or {})
+    """RoPE parameters, from `rope_parameters` or, in older files, from `rope_theta` and `rope_scaling`. Logs a warning
+    that names the keys that are not read, if there are any."""
+    in_file = stated.rope_scaling or stated.rope_parameters or {}
+    parameters = dict(in_file)
     parameters.setdefault("rope_theta", stated.rope_theta)
     parameters.setdefault("rope_type", parameters.get("type", "default"))
     parameters.setdefault("original_max_position_embeddings", stated.max_position_embeddings)
@@ -226,9 +247,20 @@ def _rope(stated: _Stated, folder: Path) -> RopeConfig:
     if any(isinstance(value, dict) for value in parameters.values()):
         raise ModelNotSupportedError(f"{folder}: RoPE parameters that differ between layers are not supported")
     try:
-        return RopeConfig(theta=float(parameters["rope_theta"]), scaling=_scaling(parameters, folder))
+        config = RopeConfig(theta=float(parameters["rope_theta"]), scaling=_scaling(parameters, folder))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise OperatorError(f"{folder}: incomplete RoPE parameters {parameters}: {error!r}") from error
+    kind = parameters["rope_type"]
+    unread = {key for key, value in in_file.items() if value is not None} - _ROPE_KEYS[kind] - _ROPE_KEYS_OF_ALL
+    if unread:
+        names = ", ".join(sorted(unread))
+        _log.warning(
+            "%s states RoPE keys that are not read for type %s, nor by transformers, and change nothing: %s",
+            folder / "config.json",
+            kind,
+            names,
+        )
+    return config
 
 
 def _scaling(parameters: dict[str, Any], folder: Path) -> Scaling | None:
@@ -261,7 +293,7 @@ def _scaling(parameters: dict[str, Any], folder: Path) -> Scaling | None:
             )
         case other:
             raise ModelNotSupportedError(
-                f"{folder}: rope_type {other!r} is not supported; supported are default, linear, llama3, yarn"
+                f"{folder}: rope_type {other!r} is not supported; supported are {', '.join(_ROPE_KEYS)}"
             )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence
 
 from common.contract.messages.fields import MAX_TOLD_TOKENS
 from common.contract.messages.gateway import Decode, Prefill
@@ -14,7 +13,7 @@ from common.engine.token_counts import token_counts
 
 
 def prompt_slice(
-    work: Prefill | Decode, start: int, end: int, block_table: Seq[int], allowed: bytes | None = None
+    work: Prefill | Decode, start: int, end: int, block_table: Sequence[int], allowed: bytes | None = None
 ) -> Slice:
     """The slice of tokens `[start, end)` of `work`. If it ends with the last token, it samples the first token of each
     choice, among those `allowed` if there is a grammar. The tokens that follow those of the slice are scored if the
@@ -60,7 +59,7 @@ def prompt_logprobs(work: Prefill | Decode, start: int, scored: Scored) -> list[
 
 
 def first_tokens(
-    work: Prefill | Decode, outcomes: Seq[Sampled], eos_token_ids: Collection[int], max_sequence_tokens: int
+    work: Prefill | Decode, outcomes: Sequence[Sampled], eos_token_ids: Collection[int], max_sequence_tokens: int
 ) -> list[Tokens]:
     """The first token of each choice, one message for each. Raises `InvalidLogitsError` if one could not be sampled."""
     num_tokens = len(work.token_ids) + 1

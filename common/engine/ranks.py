@@ -49,7 +49,7 @@ from common.engine.orders import follow
 from common.engine.shard import Shard
 from common.engine.weights import load_weights
 from common.runtime.clock import Pulse
-from common.runtime.lifecycle import end_with_parent
+from common.runtime.lifecycle import command_of, end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ class _Ends:
 
 
 def _start(arguments: _RankArguments) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "common.engine.ranks", _ARGUMENTS.dump_json(arguments).decode()]
+    command = command_of("common.engine.ranks", _ARGUMENTS.dump_json(arguments).decode())
     files = arguments.group_fd, arguments.meeting_fd, arguments.cache_fd
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=files)  # noqa: S603
 

@@ -12,7 +12,7 @@ from common.engine.grammar import GrammarState
 from common.engine.token_counts import token_counts
 
 
-class Sequence:
+class TokenSequence:
     """One choice of a request: its tokens, how many of them are in the KV cache, and where.
 
     The tokens are `[0, prompt_len)` prompt, `[prompt_len, num_tokens)` output. The KV of `[0, num_computed)` is in the
@@ -63,7 +63,7 @@ class Sequence:
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.key.request}.{self.key.attempt}, choice {self.choice}, {self.prompt_len} prompt + "
+            f"TokenSequence({self.key.request}.{self.key.attempt}, choice {self.choice}, {self.prompt_len} prompt + "
             f"{self.num_output} output tokens, {self.num_computed} computed, {len(self.block_table)} blocks)"
         )
 

@@ -3,11 +3,9 @@ may be missing or unexpected."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
 from common.engine.native import Kernels
 from common.engine.shard import WHOLE, Shard
-from common.runtime.checkpoint import WEIGHT_FILES
+from common.runtime.checkpoint import WEIGHTS, shards_by_tensor
 from common.runtime.malloc import give_memory_back
 
 Progress = Callable[[int, int], None]
@@ -253,33 +251,17 @@ def _times(part: range, num: int) -> range:
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    """Tensor name → its file, ordered by file. A single file comes before an index, as it does for transformers, which
-    leaves the index of earlier files behind. Raises `OperatorError` if the files or the index are missing or wrong."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    """Tensor name → its file, ordered by file: the files that `weights_hash` covers. Raises `OperatorError` if they or
+    the index are missing or wrong."""
+    single = folder / WEIGHTS
     if single.exists():
         with _opened(single) as tensors:
             return dict.fromkeys(tensors.keys(), single)
-    if not index.exists():
-        raise OperatorError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: folder / file for name, file in sorted(weight_map.items(), key=lambda item: item[1])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OperatorError(f"{index} is not an index of safetensors files: {error!r}") from error
-    elsewhere = sorted({str(name) for name in weight_map.values() if not _is_hashed(name)})
-    if elsewhere:
-        raise OperatorError(
-            f"{index} names {elsewhere[0][:100]!r}: weights are *.safetensors files of the folder itself"
-        )
+    files = shards_by_tensor(folder)
     absent = sorted({file.name for file in files.values() if not file.is_file()})
     if absent:
         raise OperatorError(f"{folder} lacks the files {', '.join(absent[:_MAX_NAMED])} that its index names")
     return files
-
-
-def _is_hashed(name: str) -> bool:
-    """Whether `name`, a file named by an index, is among the files that a worker's fingerprint covers."""
-    return Path(name).name == name and any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
 
 
 def _tensors(files: dict[str, Path]) -> Iterator[tuple[str, Any]]:

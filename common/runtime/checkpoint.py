@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,14 @@ UNSTATED: dict[str, dict[str, Any]] = {
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
+WEIGHTS = "model.safetensors"
+"""The file of a checkpoint that is not sharded. It comes before an index, as it does for `transformers`, which leaves
+the index of earlier files behind."""
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""Names the shard of each tensor."""
+_UNREAD_FILES = ["consolidated*.safetensors", "*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model"]
+"""Files of a hub id that nothing reads: the weights once more in Mistral's own format, and what is in folders, for
+example a training run's checkpoints. (`*` also stands for `/`; templates may be in a folder.)"""
 _TEMPLATE_FILES = ["additional_chat_templates/*.jinja"]
 """Chat templates besides the tokenizer's own, in a folder that a checkpoint may have."""
 
@@ -45,6 +54,7 @@ _TOKENIZER_PARTS = (
     "added_tokens.json",
     "merges.txt",
     "special_tokens_map.json",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer.model",
     _TOKENIZER_CONFIG,
@@ -104,7 +114,9 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
 
     patterns = TOKENIZER_FILES + (WEIGHT_FILES if weights else [])
     try:
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        folder = Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=_UNREAD_FILES)
+        )
     except Exception as error:  # the hub client raises a dozen unrelated types; each means the same to the operator
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         wanted = repr(hub_id) if revision is None else f"{hub_id!r} at revision {revision}"
@@ -208,20 +220,43 @@ def vocabulary(folder: Path) -> dict[str, int]:
     return (ids if isinstance(ids, dict) else {}) | known
 
 
+def shards_by_tensor(folder: Path) -> dict[str, Path]:
+    """Tensor name → its file by the index of the checkpoint in `folder`, ordered by file. A file may be absent.
+
+    Raises `OperatorError` if the index is missing or wrong, or names anything but *.safetensors files of the folder.
+    """
+    index = folder / WEIGHTS_INDEX
+    if not index.exists():
+        raise OperatorError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: folder / file for name, file in sorted(weight_map.items(), key=lambda item: item[1])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise OperatorError(f"{index} is not an index of safetensors files: {error!r}") from error
+    elsewhere = sorted({file for file in weight_map.values() if not _is_weight_file(file)})
+    if elsewhere:
+        raise OperatorError(
+            f"{index} names {elsewhere[0][:100]!r}: weights are *.safetensors files of the folder itself"
+        )
+    return files
+
+
+def _is_weight_file(name: str) -> bool:
+    return Path(name).name == name and any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
+
+
 def weights_hash(folder: Path, num_threads: int = 1) -> str:
-    """SHA-256 of every byte of the weights: over each file's name, its size and the digests of its 4 MiB pieces.
+    """SHA-256 of every byte of the files that weights are loaded from, and of the index that names them, if there is
+    one: over each file's name, its size and the digests of its 4 MiB pieces.
 
     `num_threads` threads read and hash the pieces. Raises `OperatorError` if there are no weights; `unchanged` notices
     a file that changes meanwhile.
     """
-    files = _weight_files(folder)
-    if not any(path.suffix == ".safetensors" for path in files):
-        raise OperatorError(f"model folder {folder} has no *.safetensors weights")
     digest = hashlib.sha256()
     try:
         # A process that exits early, for example since the model is not supported, does not wait for them.
         with closing(DaemonThreads(num_threads, "hash")) as threads:
-            for path in files:
+            for path in _weight_files(folder):
                 _hash_file(path, digest, threads)
     except OSError as error:
         raise OperatorError(f"cannot read the weights in {folder}: {error}") from error
@@ -229,8 +264,10 @@ def weights_hash(folder: Path, num_threads: int = 1) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The weights, and then what names their files."""
-    return [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.safetensors.index.json"))]
+    """What weights are loaded from, and then what names it. Raises `OperatorError`."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    return [*dict.fromkeys(shards_by_tensor(folder).values()), folder / WEIGHTS_INDEX]
 
 
 def _hash_file(path: Path, digest: hashlib._Hash, threads: DaemonThreads) -> None:
@@ -259,19 +296,22 @@ def unchanged(folder: Path) -> Iterator[None]:
 
     Raises `OperatorError` at the end if a hashed file was replaced, written to, added or removed meanwhile.
     """
-    before = _identities(folder)
+    files = [folder / name for name in ("config.json", _GENERATION_CONFIG, *_TOKENIZER_PARTS, WEIGHTS, WEIGHTS_INDEX)]
+    before = _identities(files)
+    with suppress(OperatorError):  # the code that loads the weights reports it
+        files += _weight_files(folder)
+    before = _identities(files) | before  # the index as it was before it was read
     yield
-    after = _identities(folder)
-    changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    after = _identities(files)
+    changed = [path for path in files if before.get(path) != after.get(path)]
     if changed:
         raise OperatorError(f"{changed[0]} has changed while the model was loaded")
 
 
-def _identities(folder: Path) -> dict[Path, tuple[int, int, int, int]]:
-    """Device, inode, size and modification time (ns) of each hashed file that exists."""
+def _identities(files: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
+    """Device, inode, size and modification time (ns) of each file that exists."""
     found = {}
-    configs = [folder / name for name in ("config.json", _GENERATION_CONFIG, *_TOKENIZER_PARTS)]
-    for path in (*configs, *_weight_files(folder)):
+    for path in files:
         try:
             stat = path.stat()
         except OSError:

@@ -164,7 +164,7 @@ class WorkerSettings(TierSettings):
     run_ahead: Literal["auto", "on", "off"] = Field(
         "auto", description="plan a step while the one before it runs: auto does on a GPU"
     )
-    transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
+    transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers; zmq: on CPUs")
     expose_memory_over_tcp: bool = Field(
         False,
         description="let UCX listen off loopback: whoever reaches its port reads and writes this worker's memory",
@@ -187,10 +187,10 @@ class WorkerSettings(TierSettings):
     max_waiting: int = Field(2048, ge=1, le=65536, description="requests waiting; one more is refused")
     prefix_cache: bool = Field(True, description="keep the KV of prompts and answers for prompts that begin alike")
     quarantine_bound_s: float = Field(
-        10.0, gt=0, description="seconds after which the agent that holds quarantined blocks is replaced"
+        10.0, gt=0, description="seconds, and 10 for each GB, after which the agent of quarantined blocks is replaced"
     )
     read_bound_s: float = Field(
-        30.0, gt=0, description="seconds after which a read that does not end is given up, and its agent replaced"
+        30.0, gt=0, description="seconds, and 10 for each GB, after which a read is given up, and its agent replaced"
     )
     ageing_s: float = Field(30.0, gt=0, description="seconds of waiting that entitle a lower tier to a share")
     drain_grace_s: float = Field(
@@ -444,7 +444,7 @@ class ServeSettings(ProcessSettings):
     decode_tp: Width = Field(1, description="ranks of each decode worker")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
-    transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers")
+    transport: Literal["nixl", "zmq"] = Field("nixl", description="how KV blocks move between workers; zmq: on CPUs")
     kv_cache_bytes: int | None = Field(
         None, ge=1, description="bytes of the KV cache of each worker (none: as the worker decides)"
     )

@@ -35,10 +35,22 @@ def restart_with(environment: Mapping[str, str]) -> None:
     marked = {_RESTARTED: str(os.getpid())}
     if sys.platform != "linux" or not sys.executable or not missing or marked.items() <= os.environ.items():
         return
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
-        stream.flush()
+    _flush()
     with suppress(OSError):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, **marked})  # noqa: S606
+
+
+def command_of(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of Baton in a process of its own.
+
+    `-m` imports from the current folder before anything else, whatever lies there. `-P` keeps it from that, unless this
+    process imports from there, too, as from a checkout that is not installed.
+    """
+    here = {""}
+    with suppress(OSError):  # the folder may be gone
+        here.add(os.getcwd())
+    from_here = not here.isdisjoint(sys.path)
+    return [sys.executable, *([] if from_here else ["-P"]), "-m", module, *arguments]
 
 
 def exit_on_operator_error(main: Callable[[], None]) -> None:
@@ -46,7 +58,10 @@ def exit_on_operator_error(main: Callable[[], None]) -> None:
     try:
         main()
     except OperatorError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        try:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # a normal exit would try to write it again, fail, and end with another code
+            leave(EXIT_OPERATOR_ERROR)
         sys.exit(EXIT_OPERATOR_ERROR)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -111,7 +126,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def freeze_startup_objects() -> None:
-    """Exclude all objects that exist now from garbage collection; called once, when a process is ready.
+    """Exclude all objects that exist now from garbage collection; called once, when a process begins to serve.
 
     A full collection over the objects of the imported libraries takes a worker 100 ms, in the middle of a stream.
     """
@@ -126,6 +141,12 @@ def leave(code: int = 0) -> NoReturn:
     A normal exit would spend most of a second of a core on destroying the libraries' objects.
     """
     logging.shutdown()
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
-        stream.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    """Write what the standard streams hold, as far as they can be written to."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
+        with suppress(OSError, ValueError):
+            stream.flush()

@@ -24,7 +24,7 @@ from common.runtime.clock import monotonic
 from common.runtime.config import ENV_PREFIX, GatewaySettings, ServeSettings, load
 from common.runtime.cores import cores_here
 from common.runtime.gpus import VISIBLE, gpus_here, placed
-from common.runtime.lifecycle import Announcer, end_with_parent, exit_on_operator_error, run
+from common.runtime.lifecycle import Announcer, command_of, end_with_parent, exit_on_operator_error, run
 from common.runtime.logs import configure_logging
 from common.runtime.malloc import with_large_pages
 from common.runtime.restarts import MAX_RESTARTS, WINDOW_S, Restarts
@@ -209,10 +209,7 @@ class LocalStack:
         reader, writer = os.pipe()
         try:
             child.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                _MODULES[child.role],
-                *child.options,
+                *command_of(_MODULES[child.role], *child.options),
                 "--announce-fd",
                 str(writer),
                 "--end-with-parent",

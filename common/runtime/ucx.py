@@ -53,8 +53,8 @@ def guard_memory(settings: WorkerSettings, environ: MutableMapping[str, str] = o
         raise OperatorError(
             f"with --host {settings.host} whoever reaches the port that UCX listens on could read and write this "
             "worker's memory without a credential; keep everybody but the workers away from it, by a network policy or "
-            "a network of their own, and say so by --expose-memory-over-tcp; or use --transport zmq with --curve-keys; "
-            "or RDMA, by UCX_TLS=^tcp,cuda_ipc"
+            "a network of their own, and say so by --expose-memory-over-tcp; or use RDMA, by UCX_TLS=^tcp,cuda_ipc; "
+            "or, on a CPU, --transport zmq with --curve-keys"
         )
     devices = environ.get("UCX_NET_DEVICES")
     beyond_this_machine = with_tcp and devices != "lo"
@@ -102,11 +102,14 @@ def guard_allocator(device: str, environ: Mapping[str, str] = os.environ) -> Non
 def guard_route(
     settings: WorkerSettings, device: str, environ: Mapping[str, str] = os.environ, rdma_devices: Path = RDMA_DEVICES
 ) -> None:
-    """With `--require-rdma`: refuse what cannot move blocks by RDMA or, from GPU to GPU, by `cuda_ipc`.
+    """Refuse `--transport zmq` on a GPU ("cuda"), whose memory it does not move; and with `--require-rdma` what cannot
+    move blocks by RDMA or, from GPU to GPU, by `cuda_ipc`.
 
     What UCX then takes for each source is looked at when it is read (`kv_transfer.nixl_transport`). Whether a device
     `auto` is a GPU is not known yet, so that one is asked about again. Raises `OperatorError`.
     """
+    if settings.transport == "zmq" and device == "cuda":
+        raise OperatorError("--transport zmq moves host memory only, not that of a GPU: use nixl, or --device cpu")
     if not settings.require_rdma:
         return
     if settings.transport != "nixl":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric
@@ -27,8 +27,10 @@ from common.runtime.probes import counter, gauge
 from common.scheduling.trials import TrialFeed, Trials
 from common.worker.agenda import Agenda
 from common.worker.events import Event, SessionOpened
-from common.worker.exchange import Exchange
 from kv_transfer.events import Consequence, Polled, ReadEnded, Released, SourceLost, SourceOpened, SourceReceived
+from kv_transfer.lender import UNATTACHED_TTL_S, FindPrefix, Lender
+from kv_transfer.pulls import Pulls
+from kv_transfer.regions import Region
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +63,32 @@ class Front(Generic[_Request]):
         block_size: int,
         pool: BlockPool,
         trials: Trials,
-        exchange: Exchange,
+        region: Region,
+        find_prefix: FindPrefix,
+        unattached_ttl_s: float = UNATTACHED_TTL_S,
     ) -> None:
         self._agenda = agenda
         self._settings = settings
         self._block_size = block_size
         self._pool = pool
-        self._exchange = exchange
+        self.checksum: Callable[[Sequence[int]], Sequence[int]] | None = region.crc32 if settings.checksums else None
+        """CRC-32 of each block; None if the deployment does not use checksums."""
+        self.pulls = Pulls(
+            emit=agenda.emit,
+            clock=agenda.clock,
+            transport=settings.transport,
+            block_bytes=region.block_bytes,
+            quarantine_bound_s=settings.quarantine_bound_s,
+            read_bound_s=settings.read_bound_s,
+        )
+        self.lender = Lender(
+            emit=agenda.emit,
+            clock=agenda.clock,
+            block_bytes=region.block_bytes,
+            find_prefix=find_prefix,
+            unattached_ttl_s=unattached_ttl_s,
+            checksum=self.checksum,
+        )
         self._fence = AttemptFence(agenda.clock)
         self._cache_feed = CacheFeed(pool, agenda.send)
         self._trial_feed = TrialFeed(trials, self._gateway_of, agenda.send)
@@ -84,7 +105,7 @@ class Front(Generic[_Request]):
         """An event or a consequence that means the same in both roles."""
         match event:
             case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded() | Polled():
-                self._exchange.pulls.handle(event)
+                self.pulls.handle(event)
             case Released(block_ids):
                 self._pool.release(block_ids)
             case SessionOpened(peer, role):
@@ -98,7 +119,7 @@ class Front(Generic[_Request]):
         """A message that means the same in both roles; others are ignored."""
         match message:
             case Attach() | AttachPrefix() | Settle() | Detach():
-                self._exchange.lender.on_message(peer, message)
+                self.lender.on_message(peer, message)
             case Resume():
                 self.draining = self._leaving  # serve again, unless the process is ending
             case _:
@@ -117,6 +138,11 @@ class Front(Generic[_Request]):
         log.info("draining: %d requests are open", len(self.requests))
         self.draining = True
         return True
+
+    def tick(self, now: float) -> None:
+        """End the leases that are overdue at `now`, and let the mover look at open reads."""
+        self.pulls.tick()
+        self.lender.expire(now)
 
     # --- ends of requests ----------------------------------------------------------------------------------------
 
@@ -142,12 +168,12 @@ class Front(Generic[_Request]):
     def hello(self, peer: Incarnation, listed: Collection[RequestKey]) -> list[_Request]:
         """A session opens, perhaps again: the client has given up the pulls that it does not list. Returns the requests
         that it has given up."""
-        self._exchange.lender.on_hello(peer, listed)
+        self.lender.on_hello(peer, listed)
         return [request for request in self._owned_by(peer) if request.key not in listed]
 
     def lost(self, peer: Incarnation) -> list[_Request]:
         """A client's session is over; returns its requests."""
-        self._exchange.lender.on_peer_lost(peer)
+        self.lender.on_peer_lost(peer)
         self._cache_feed.end(peer)
         self._trial_feed.end(peer)
         return self._owned_by(peer)
@@ -158,7 +184,7 @@ class Front(Generic[_Request]):
 
     def open_pulls(self, address: str) -> Collection[RequestKey]:
         """The pulls from an address that are not over."""
-        return self._exchange.pulls.open_pulls(address)
+        return self.pulls.open_pulls(address)
 
     def _owned_by(self, gateway: Incarnation) -> list[_Request]:
         return [each for each in (*self.requests.values(), *self.finished.values()) if each.gateway == gateway]
@@ -181,15 +207,16 @@ class Front(Generic[_Request]):
     @property
     def idle(self) -> bool:
         """Whether nothing is here that a tick could end."""
-        return not self.requests and self._exchange.idle
+        return not (self.requests or self.pulls.num_reads or self.lender.num_leases or self.lender.num_parked)
 
     @property
     def phase(self) -> Phase:
         """Serving; while draining, DRAINING until nothing is held here any more, then DRAINED."""
         if not self.draining:
             return Phase.SERVING
-        held = self.requests or self.finished or not self._exchange.empty
-        return Phase.DRAINING if held else Phase.DRAINED
+        pulls, lender = self.pulls, self.lender
+        exchanged = pulls.num_pulls or pulls.num_quarantined or lender.num_leases or lender.num_readers
+        return Phase.DRAINING if self.requests or self.finished or exchanged else Phase.DRAINED
 
     def counts(self) -> Mapping[str, object]:
         """What is held in either role. At rest the counts are zero."""
@@ -199,7 +226,11 @@ class Front(Generic[_Request]):
             "blocks_limbo": pool.num_limbo,
             "blocks_total": pool.num_blocks,
             "blocks_cached": pool.num_cached,
-            **self._exchange.counts(),
+            "reads": self.pulls.num_reads,
+            "blocks_quarantined": self.pulls.num_quarantined,
+            "leases": self.lender.num_leases,
+            "readers": self.lender.num_readers,
+            "parked": self.lender.num_parked,
             "requests": len(self.requests),
         }
 
@@ -211,11 +242,13 @@ class Front(Generic[_Request]):
         yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
         yield gauge("baton_blocks_cached", "Blocks known by name.", pool.num_cached)
         yield counter("baton_blocks_evicted", "Cached blocks that were given away.", pool.num_evicted)
-        yield from self._exchange.metrics()
+        yield from self.pulls.metrics()
+        yield from self.lender.metrics()
         yield counter("baton_requests_ended", "Requests by how they ended here.", self._ended, "end")
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         self._pool.check_invariants()
-        self._exchange.check_invariants()
+        self.pulls.check_invariants()
+        self.lender.check_invariants()
         assert not self.requests.keys() & self.finished.keys(), "open, and finished"

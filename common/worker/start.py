@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
-from common.engine.engine import Engine
+from common.engine.engine import Engine, device_of
 from common.engine.kv_cache import KVCache
 from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings
@@ -16,16 +17,25 @@ from common.worker.shell import Core, WorkerShell
 from kv_transfer.regions import RankPart, Region
 from kv_transfer.transports import transport_maker
 
+_Settings = TypeVar("_Settings", bound=WorkerSettings)
+
+
+def on_its_device(settings: _Settings) -> _Settings:
+    """The settings on the device that the worker uses. Raises `OperatorError` if blocks of its memory could not be
+    moved as they say; nothing is loaded yet."""
+    device = device_of(settings)
+    guard_allocator(device)
+    guard_route(settings, device)
+    return settings.on(device)
+
 
 async def start_worker(
     settings: WorkerSettings, host: WorkerHost, engine: Engine, make_core: Callable[[Region], Core]
 ) -> WorkerShell:
-    """A worker whose transport is started. `settings.device` must not be "auto". Raises `OperatorError` or
+    """A worker whose transport is started. `settings` are those `on_its_device`. Raises `OperatorError` or
     `TransferError`."""
     cache = engine.runner.cache
     region = region_of(cache)
-    guard_allocator(region.device)
-    guard_route(settings, region.device)
     make_transport = transport_maker(
         settings.transport,
         region,

@@ -22,7 +22,6 @@ import hashlib
 import hmac
 import secrets
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from common.contract.errors import OperatorError
 from common.contract.tiers import Tier
+from common.runtime.clock import Clock, monotonic
 from gateway.intake.schemas import field_path
 from gateway.web.watched_files import WatchedFiles
 
@@ -114,7 +114,7 @@ class Keyring:
         self,
         path: Path,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = monotonic,
         reloaded: Callable[[bool], None] = lambda good: None,
     ) -> None:
         """The arguments are as in `WatchedFiles`. Raises `OperatorError`."""

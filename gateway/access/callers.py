@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 from aiohttp import web
 
 from common.contract.tiers import Tier
+from common.runtime.clock import Clock, monotonic
 from gateway.access.api_keys import MAX_KEYS, MAX_TENANT_CHARS, ApiKey, Keyring
 from gateway.access.rate_limits import Allowance, KeyLimits, KeyMeter, Limit, LimitReached
 from gateway.observability.metrics import GatewayMetrics
@@ -69,9 +69,7 @@ def client_of(request: web.Request) -> str:
 class KeyCaller(Caller):
     """The holder of an API key."""
 
-    def __init__(
-        self, tenant: str, key: ApiKey, meter: KeyMeter, metrics: GatewayMetrics, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, tenant: str, key: ApiKey, meter: KeyMeter, metrics: GatewayMetrics, clock: Clock) -> None:
         super().__init__(tenant, key.name)
         self._key = key
         self._meter = meter
@@ -134,7 +132,7 @@ class Callers:
         keyring: Keyring | None,
         tenant_header: str | None,
         metrics: GatewayMetrics,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = monotonic,
     ) -> None:
         """Without a keyring every request is admitted."""
         self._keyring = keyring

@@ -3,13 +3,17 @@
 aiohttp parses HTTP, bounds lines, fields and pipelined requests, and closes idle connections. This module adds the
 missing bounds: a request's head must be complete within a time and a size, an answer must be read, and the number of
 connections is limited, TLS handshakes in progress included. At that limit, the address with the most connections loses
-one that is serving no request, so that no client can keep the others out. Decision 31 says why none of this is left to
-aiohttp or to the kernel.
+one that is serving no request, so that no client can keep the others out.
+
+When the gateway ends, each connection is closed as soon as that loses no request: an idle one at once, a new one or one
+in the middle of a request after that request's answer. Decision 31 says why none of this is left to aiohttp or to the
+kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import socket
@@ -26,11 +30,14 @@ from aiohttp.http_exceptions import LineTooLong
 
 from common.runtime.descriptors import allow_descriptors
 from gateway.observability.metrics import GatewayMetrics
+from gateway.web.ending import ENDING
 from gateway.web.http_errors import ApiError, from_http, internal_error
 
 _BACKLOG: Final = 1024
 _ACCEPT_PAUSE_S: Final = 1.0
 """Pause before accepting again after `accept` has failed: the process is out of descriptors or memory."""
+_NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""The machine lacks an address, or all addresses of a family."""
 _TLS_GOODBYE_S: Final = 5.0
 _SPARE_DESCRIPTORS: Final = 256 + 4 * 1024
 """File descriptors reserved for what are no client connections: four for each of 1,024 workers, and others."""
@@ -65,6 +72,7 @@ class _Connection(web.RequestHandler):
     __slots__ = (
         "_body",
         "_bounds",
+        "_ends",
         "_head_bytes",
         "_head_timer",
         "_listener",
@@ -85,6 +93,8 @@ class _Connection(web.RequestHandler):
         )
         self._bounds = bounds
         self._listener = listener
+        self._ends = False
+        """Whether the connection is to be closed after the requests that are under way."""
         self._num_answered = 0
         self._body: aiohttp.StreamReader | None = None
         """Body of the last request that was answered; it may still be arriving."""
@@ -114,7 +124,29 @@ class _Connection(web.RequestHandler):
         try:
             await super().start()
         finally:
+            if self.transport is not None and not self.transport.is_closing():
+                self.transport.close()  # aiohttp's `close` leaves the transport of an idle connection open
             self._expect_reading()
+
+    def close(self) -> None:
+        """Close the connection at once if it is between requests; otherwise, or if its first request has not come yet,
+        after the last answer.
+
+        aiohttp calls this when the gateway ends, before open requests get their time. Its own method would ignore all
+        bytes that come from then on, of bodies and heads too.
+        """
+        self._ends = True
+        under_way = self._request_count != self._num_answered or self._head_timer is not None
+        if not under_way:
+            super().close()
+        transport = self._open_transport
+        if transport is not None and (under_way or transport.get_write_buffer_size()):
+            self._listener.hold(self)
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        """End the request that is being answered, and close: the time of open requests is over."""
+        super().close()  # else aiohttp would wait for a request that has not come
+        await super().shutdown(timeout)
 
     def data_received(self, data: bytes) -> None:
         num_heads, busy = self._request_count, self._busy
@@ -141,6 +173,8 @@ class _Connection(web.RequestHandler):
             end = await super().finish_response(request, resp, start_time)
         finally:
             timer.cancel()
+        if self.is_at_last_answer:
+            end[0].force_close()
         self._body = request.content
         self._num_answered += 1
         return end
@@ -185,6 +219,11 @@ class _Connection(web.RequestHandler):
         if self._open_transport is not None:
             self._open_transport.abort()
         return True
+
+    @property
+    def is_at_last_answer(self) -> bool:
+        """While a request is being answered: whether the connection is to be closed, and no other request has come."""
+        return self._ends and self._request_count == self._num_answered + 1
 
     @property
     def _busy(self) -> bool:
@@ -252,6 +291,7 @@ class Listener:
         self._bounds = bounds
         self._metrics = metrics
         self._tls = tls
+        self._ending = runner.app.get(ENDING)
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._clients: dict[_Connection | asyncio.Task[None], str] = {}
@@ -264,11 +304,20 @@ class Listener:
         return port
 
     async def bind(self, host: str, port: int) -> None:
-        """Listen on every address of `host`. Raises `OSError`."""
+        """Listen on every address of `host` that this machine has: `localhost` is also the IPv6 one where there is
+        none. Raises `OSError` if an address is taken, or if the machine has none of them."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        absent: OSError | None = None
         for family, address in dict.fromkeys((family, address[:2]) for family, _, _, _, address in found):
-            self.listen(socket.create_server(address, family=family, backlog=_BACKLOG))
+            try:
+                self.listen(socket.create_server(address, family=family, backlog=_BACKLOG))
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                absent = error
+        if absent is not None and not self._sockets:
+            raise absent
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections from a bound socket, which `close` closes too."""
@@ -278,7 +327,7 @@ class Listener:
         self._accepting.append(asyncio.create_task(self._accept(listener)))
 
     async def close(self) -> None:
-        """Accept no more connections, and cancel handshakes in progress. The runner closes the other connections."""
+        """Accept no more connections, and cancel handshakes in progress. The runner's `cleanup` closes connections."""
         tasks = [*self._accepting, *(each for each in self._clients if isinstance(each, asyncio.Task))]
         for task in tasks:
             task.cancel()
@@ -295,7 +344,14 @@ class Listener:
     def closed(self, connection: _Connection | asyncio.Task[None]) -> None:
         """Record a connection that has been lost, or a handshake that has ended."""
         self._clients.pop(connection, None)
+        if self._ending is not None:
+            self._ending.release(connection)
         self._count()
+
+    def hold(self, connection: _Connection) -> None:
+        """Let the end of the gateway wait until the connection is lost."""
+        if self._ending is not None:
+            self._ending.hold(connection)
 
     def refused(self, reason: str) -> None:
         """Count a connection that was refused or closed, by reason."""
@@ -363,6 +419,15 @@ class Listener:
 def _host(address: Any) -> str:
     """The address of a socket's peer; empty for a UNIX socket, which has none."""
     return str(address[0]) if address else ""
+
+
+async def announce_close(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell the client in an answer's head if its connection is closed after this answer; for `on_response_prepare`. A
+    request that comes later is not answered."""
+    connection = request.protocol
+    if isinstance(connection, _Connection) and connection.is_at_last_answer:
+        response.force_close()
+        response.headers["Connection"] = "close"
 
 
 def allow_connections(max_connections: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from common.contract.errors import Cause
+from common.runtime.clock import Clock
 from gateway.access.callers import CALLER, Callers
 from gateway.access.cors import Cors
 from gateway.access.hosts import Hosts
@@ -42,7 +42,7 @@ class Guard:
         metrics: GatewayMetrics,
         callers: Callers,
         ending: Ending,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._limits = settings.limits
         self._cors = Cors(settings.cors_origins)

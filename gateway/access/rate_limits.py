@@ -147,7 +147,7 @@ class KeyMeter:
         of them."""
         if self._tokens is None:
             return None
-        if self._tokens.wait_s(max(0, num_tokens - num_taken), now_s):
+        if num_tokens > num_taken and self._tokens.wait_s(num_tokens - num_taken, now_s):
             return LimitReached(limit=Limit.TOKENS, wait_s=self._tokens.wait_s(num_tokens, now_s))
         if num_taken > num_tokens:
             self._tokens.give_back(num_taken - num_tokens, now_s)

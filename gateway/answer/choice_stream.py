@@ -188,12 +188,12 @@ async def _one_generation(
                 else:
                     pieces = choice.pieces(delta)
                 num_open -= choice.ended
+                if choice.ended and delta.finish_reason is None and generation.give_up is not None:
+                    generation.give_up(delta.choice)  # before its last pieces, which wait for the client
                 for piece in pieces:
                     yield piece
                 if not num_open:
                     return
-                if choice.ended and delta.finish_reason is None and generation.give_up is not None:
-                    generation.give_up(delta.choice)
     finally:
         generation.shortcut = None  # it holds the request that the generation belongs to
     raise GenerationFailed(Cause.INTERNAL, f"a generation ended with {num_open} of its choices open")

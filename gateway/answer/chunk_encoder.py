@@ -11,7 +11,7 @@ from gateway.answer.answer_schemas import Usage
 from gateway.answer.responses import AnswerFormat
 from gateway.text.choice_text import Piece
 
-_NUMBERS_AT_ONCE = 4096
+_ITEMS_AT_ONCE = 4096
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=list)
 
 
@@ -26,8 +26,7 @@ def encode(payload: Mapping[str, object]) -> bytes:
 
 def encode_in_pieces(payload: object) -> Iterator[bytes]:
     """Encode as JSON, in pieces. Each item of an iterator is made only when it is encoded, so that other tasks can run
-    between any two pieces. Objects are encoded member by member; lists at once, except long lists of numbers, which are
-    split."""
+    between any two pieces. Objects are encoded member by member; lists at once, except long ones, which are split."""
     match payload:
         case dict():
             for number, (name, value) in enumerate(payload.items()):
@@ -40,10 +39,9 @@ def encode_in_pieces(payload: object) -> Iterator[bytes]:
                 yield b"," if number > 1 else b"["
                 yield from encode_in_pieces(item)
             yield b"]" if number else b"[]"
-        case list() | tuple() if len(payload) > _NUMBERS_AT_ONCE:
-            for start in range(0, len(payload), _NUMBERS_AT_ONCE):
-                numbers = _JSON.encode(payload[start : start + _NUMBERS_AT_ONCE])
-                yield (b"," if start else b"[") + numbers[1:-1].encode()
+        case list() | tuple() if len(payload) > _ITEMS_AT_ONCE:
+            for start in range(0, len(payload), _ITEMS_AT_ONCE):
+                yield (b"," if start else b"[") + _encoded(payload[start : start + _ITEMS_AT_ONCE])[1:-1]
             yield b"]"
         case _:
             yield _encoded(payload)

@@ -37,7 +37,7 @@ from gateway.dispatch.recovery_metrics import RecoveryMetrics
 from gateway.dispatch.router import Router, Routing
 from gateway.dispatch.token_rows import TokenRows
 from gateway.dispatch.ttft_limits import TtftLimits
-from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker, Tally
+from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
 from gateway.serving.flow import Flow
 from gateway.serving.flow_actions import (
     AssignmentOver,
@@ -108,7 +108,6 @@ class Dispatcher(Collector):
         that exist. Each is one handoff, however many choices it has."""
         self._num_handoffs = 0
         self.recovery = RecoveryMetrics()
-        self.tally = Tally(failures=self.recovery.failovers, moves=self.recovery.moves)
 
     # --- the Generator -------------------------------------------------------------------------------------------
 
@@ -158,7 +157,7 @@ class Dispatcher(Collector):
             admittance.opened_at = now
         elif now >= admittance.opened_at + generation.budget_s:
             raise GenerationFailed(Cause.DEADLINE, "the request's time ran out before this prompt's turn")
-        request = OpenRequest(Flow(generation, admitted=admittance.taken, tally=self.tally), now)
+        request = OpenRequest(Flow(generation, admitted=admittance.taken, tally=self.recovery.tally), now)
         if self._registry.block_size:  # else once there is a worker
             request.hash_prompt(self._registry.block_size)
         generation.waterfall.opened(admittance.opened_at)
@@ -259,7 +258,7 @@ class Dispatcher(Collector):
 
     def on_load(self, address: str) -> None:
         """Let sequences leave a worker that drains."""
-        if self.placement.candidates.may_leave(address):
+        if self.placement.leaving.may_leave(address):
             self.placement.leaving.begin(address, self._open)
 
     def on_forgotten(self, address: str) -> None:
@@ -379,7 +378,7 @@ class Dispatcher(Collector):
                 if attempt.prefill.life.address in self._registry.workers:
                     self.handoffs[attempt.prefill.life.address, address] += 1
             if attempt.moving is not None:
-                self.recovery.moves["moved"] += 1
+                self.recovery.tally.moves["moved"] += 1
                 fields = request.about("moved", assignment.key, choice=message.choice, decode=address)
                 log.info("request %s: choice %d has moved", assignment.key.request, message.choice, extra=fields)
                 last_at = request.flow.generation.waterfall.last_token_of(message.choice)
@@ -411,8 +410,6 @@ class Dispatcher(Collector):
         yield gauge("baton_gateway_flows", "Requests between workers and clients.", len(self._open))
         for name, text, value in (
             ("stale_messages", "Messages about requests that had ended.", self.num_stale_messages),
-            ("duplicates", "Token frames that repeated what was known.", self.tally.num_duplicates),
-            ("gaps", "Token frames that came before an earlier one.", self.tally.num_gaps),
             ("handoffs", "Prompts that a decode worker took over from a prefill worker.", self._num_handoffs),
         ):
             yield counter(f"baton_gateway_{name}", text, value)

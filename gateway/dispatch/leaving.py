@@ -1,4 +1,4 @@
-"""Running sequences that are to leave draining decode workers, found a few at a time. Pure.
+"""Running sequences that are to leave draining decode workers, found a few at a time, and where they may go. Pure.
 
 Life cycle of a round, which looks at every request once, oldest first:
 
@@ -8,15 +8,25 @@ Life cycle of a round, which looks at every request once, oldest first:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from common.contract.kv_layout import Fingerprint
+from common.contract.messages.session import Phase, Role
+from common.contract.tiers import Tier
 from gateway.dispatch.open_request import OpenRequest
+from gateway.dispatch.router import Ask, Caution, Router
 from gateway.serving.attempt import Attempt
 from gateway.serving.choice import Choice
+from gateway.workers.registry import Registry
+from gateway.workers.worker_view import WorkerView
 
 MOST_LOOKED_AT = 64
 """Requests and attempts that are examined in one call before it returns None."""
+_ONE_TOKEN = Ask(num_tokens=1, tier=Tier.INTERACTIVE)
+"""The least that a sequence can ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,9 @@ class Leaver:
 class Leaving:
     """The rounds in progress, at most one for each worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry, router: Router) -> None:
+        self._registry = registry
+        self._router = router
         self._rounds: dict[str, Iterator[Leaver | None]] = {}
 
     def __bool__(self) -> bool:
@@ -43,16 +55,54 @@ class Leaving:
         if address not in self._rounds:
             self._rounds[address] = _look_through(address, tuple(requests))
 
-    def next(self, may_leave: Callable[[str], bool]) -> Leaver | None:
+    def next(self) -> Leaver | None:
         """The next sequence to leave, from the oldest round; None if those examined in this call have none, or the
-        round is over. A round ends as soon as its worker no longer `may_leave`."""
+        round is over. A round ends as soon as sequences may not leave its worker any more (`may_leave`)."""
         address, leavers = next(iter(self._rounds.items()))
-        if may_leave(address):
+        if self.may_leave(address):
             for leaver in leavers:
                 if leaver is None or leaver.request.flow.attempts.can_move(leaver.attempt, leaver.choice):
                     return leaver
         del self._rounds[address]
         return None
+
+    def may_leave(self, address: str) -> bool:
+        """Whether the worker at `address` is a draining decode worker, and another one may have room for its
+        sequences."""
+        leaving = self._registry.workers.get(address)
+        if leaving is None or leaving.role is not Role.DECODE:
+            return False
+        if leaving.welcome is None or leaving.load is None or leaving.load.phase is Phase.SERVING:
+            return False
+        others = self._router.takers(_ONE_TOKEN, Caution(fingerprint=leaving.welcome.fingerprint))
+        return any(
+            worker.has_room(_ONE_TOKEN.num_tokens, _ONE_TOKEN.tier) for worker in self._registry.table.views(others)
+        )
+
+    def refuge(
+        self,
+        address: str,
+        choice: Choice,
+        most_tokens: int,
+        fingerprint: Fingerprint | None = None,
+        tier: Tier = Tier.STANDARD,
+    ) -> WorkerView | None:
+        """A decode worker other than the one at `address` that probably has room for a leaving sequence; None without
+        one. Those that have failed to take it over are the last ones."""
+        ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens, tier=tier)
+        caution = Caution(fingerprint=fingerprint, too_small=frozenset(choice.too_small), admitted=True)
+        rows = self._router.takers(ask, caution)
+        others = {
+            row: worker.life
+            for row, worker in zip(rows.tolist(), self._registry.table.views(rows), strict=True)
+            if worker.address != address and worker.has_room(ask.num_tokens, tier)
+        }
+        untried = [row for row, life in others.items() if life not in choice.bad_sinks]
+        if not untried:
+            choice.bad_sinks.clear()  # each of them is tried again, in turn
+        if not others:
+            return None
+        return self._router.taker(np.array(untried or list(others)), ask, {})
 
 
 def _look_through(address: str, requests: Sequence[OpenRequest]) -> Iterator[Leaver | None]:

@@ -248,7 +248,7 @@ class Links:
         if order is not None and order.worker == link.worker:  # it may have been lost with the session before
             self._order(link.address, order.message)
         try:
-            self._registry.opened(link.address, link.worker, welcome)
+            self._registry.opened(link.address, link.worker, welcome, self._clock())
         except FingerprintMismatchError as error:
             serves = any(worker.in_flight for worker in self._registry.workers.values())
             if self._follows or self._usable.is_set() or serves:
@@ -308,7 +308,7 @@ class Links:
             self._registry.refuses(link.address, refused.message)
 
     def _session_over(self, link: ControlClient, why: str, *, crashed: bool) -> None:
-        self._registry.lost(link.address)
+        self._registry.lost(link.address, self._clock())
         if link.worker is not None:
             self._index.forget(WorkerLife(link.address, link.worker))
         self._lose(link.address, why, crashed=crashed)

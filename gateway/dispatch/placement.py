@@ -5,7 +5,7 @@ Life cycle of a want here:
     waits ──► looked at ──► placed: an attempt begins, or the request is refused
      ▲            │
      │            ▼
-     └──────── parked: no worker takes it now
+     └──────── parked: no worker takes it now, or all are full and others are coming back
 
 `next` decides on one want or one leaving sequence, and returns what the flow decides. Nothing here calls out.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,15 +27,15 @@ from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Tier
 from common.runtime.probes import counter
-from gateway.dispatch.candidates import Candidates, Rebind, Route
 from gateway.dispatch.leaving import Leaving
 from gateway.dispatch.open_request import OpenRequest
-from gateway.dispatch.router import Handoff, Local, LocalPrefill, Router
+from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Rebind, Route, Router
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.dispatch.waiting import Waiting
 from gateway.serving.attempt import Assignment
 from gateway.serving.flow_actions import FlowAction, Want
 from gateway.serving.generation import Refusal
+from gateway.workers.load_table import Rows
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
@@ -62,17 +63,19 @@ class Placement:
     ) -> None:
         """Without `ttft_limits` no request is refused because of expected times."""
         self._registry = registry
+        self._router = router
         self._index = index
         self._ttft_limits = ttft_limits
-        self.candidates = Candidates(registry, router)
         self.waiting = Waiting()
         """Choices that wait for workers."""
-        self.leaving = Leaving()
+        self.leaving = Leaving(registry, router)
         """Running sequences that are to leave draining decode workers."""
         self._given: dict[Assignment, Given] = {}
         """Work given to workers and not over yet."""
         self._looked_at = 0
         """The registry's epoch at the last look at all waiting choices."""
+        self._held_until = math.inf
+        """When choices are to be looked at again that were parked because other decode workers are coming back."""
         self._moved_last = False
         self._degraded = False
         """Whether a request has been routed while no prefill worker was usable, and none has been usable since."""
@@ -88,8 +91,9 @@ class Placement:
     def next(self, now: float) -> Decided | None:
         """Decide on the next waiting choices or the next leaving sequence, in turns if there are both; None if there is
         nothing to decide. Costs nothing while nothing has changed, however many choices wait."""
-        if self._looked_at != self._registry.epoch:
+        if self._looked_at != self._registry.epoch or now >= self._held_until:
             self._looked_at = self._registry.epoch
+            self._held_until = math.inf
             self.waiting.look_again()
         waiting = self.waiting.next()
         if waiting is None and not self.leaving:
@@ -102,8 +106,8 @@ class Placement:
 
     def give_up(self, want: Want, request: OpenRequest, patience_s: float) -> list[FlowAction]:
         """End a request that has waited `patience_s` while no suitable worker existed."""
-        flow = request.flow
-        if want.refusal is not None and self.candidates.all_too_small(want, request.fingerprint):
+        flow, caution = request.flow, Caution.of(want, request.fingerprint)
+        if want.refusal is not None and self._router.all_too_small(Ask.of(want), caution):
             return flow.fail(want.refusal.cause, want.refusal.message)
         why = f"no decode worker has been usable for {patience_s:.1f} s"
         if flow.story:  # none yet if a new request has only waited to be looked at
@@ -144,44 +148,60 @@ class Placement:
 
     def _decide(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction | Hopeless]:
         """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
-        flow, fingerprint = request.flow, request.fingerprint
-        able = self.candidates.able(want, fingerprint)
-        if not able and (want.refusal is None or want.admitted):
+        flow = request.flow
+        ask = Ask.of(want, flow.generation.tier, now)
+        caution = Caution.of(want, request.fingerprint, flow.beside(want))
+        takers = self._router.takers(ask, caution)
+        held = self._holds(want, ask, takers)
+        if held or (not len(takers) and (want.refusal is None or want.admitted)):
+            if held:
+                self._held_until = self._registry.coming_back_until()
             self.waiting.park(want)
-            return self._note_hope(want, request, now)
+            return self._note_hope(want, ask, caution)
         self.waiting.discard(want)
-        if not able:
+        if not len(takers):
             assert want.refusal is not None
             return flow.fail(want.refusal.cause, want.refusal.message)
-        return self._route(want, request, now)
+        return self._route(want, request, ask, caution)
 
-    def _note_hope(self, want: Want, request: OpenRequest, now: float) -> Sequence[Hopeless]:
+    def _holds(self, want: Want, ask: Ask, takers: Rows) -> bool:
+        """Whether an admitted request waits although decode workers may take it: none of them has room, and others are
+        coming back. Else the first one back would get all requests that wait, and those that find no room would stay
+        there. They are looked at again when another one is back, or with the first heartbeat after the time for it."""
+        if not want.admitted or not len(takers) or ask.now >= self._registry.coming_back_until():
+            return False
+        return not self._router.has_room(ask, takers)
+
+    def _note_hope(self, want: Want, ask: Ask, caution: Caution) -> Sequence[Hopeless]:
         """Let choices wait until the request's deadline, or, if no suitable worker exists, as long as its patience
         lasts."""
-        if want.admitted and self.candidates.hope(want, request.fingerprint):
+        if want.admitted and self._router.hope(ask, caution):
             want.hopeless_at = None
         elif want.hopeless_at is None:
-            want.hopeless_at = now
+            want.hopeless_at = ask.now
             return [Hopeless(want)]
         return []
 
-    def _route(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction]:
+    def _route(self, want: Want, request: OpenRequest, ask: Ask, caution: Caution) -> Sequence[FlowAction]:
         flow, generation = request.flow, request.flow.generation
         request.hash_prompt(self._registry.block_size)
         # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
         num_blocks = self._index.longest(request.block_hashes) if flow.report.complete else {}
         request.cached = {life: num * request.block_size for life, num in num_blocks.items()}
-        beside = flow.beside(want)
-        route = self.candidates.choose(want, generation.tier, request.cached, now, request.fingerprint, beside)
+        route: Route | None
+        if want.offer is None:
+            route = self._router.choose(ask, request.cached, caution)
+        else:
+            route = self._router.rebind(ask, request.cached, caution)
         assert route is not None, "there are decode workers for it"
-        route, refusal = self._let_in(want, request, route, now)
+        route, refusal = self._let_in(request, route, ask, caution)
         if generation.waterfall.route is None and not isinstance(route, Rebind):
             generation.waterfall.route = route.explain
         if refusal is not None:
             return flow.fail(Cause.CAPACITY, refusal.message)
-        return self._go(want, request, route, now)
+        return self._go(want, request, route, ask.now)
 
-    def _let_in(self, want: Want, request: OpenRequest, route: Route, now: float) -> tuple[Route, Refusal | None]:
+    def _let_in(self, request: OpenRequest, route: Route, ask: Ask, caution: Caution) -> tuple[Route, Refusal | None]:
         """Where a request goes, and why it is refused, if it is. That is decided once for each request: its other
         prompts follow the first, and failovers are let in. The best route may be one with a wait, so before a refusal
         the route with the least wait is tried."""
@@ -191,11 +211,11 @@ class Placement:
             admittance.decided = True
             return route, admittance.refusal
         admittance.decided = True
-        tier = generation.tier
+        tier, now = ask.tier, ask.now
         admittance.refusal = limits.refusal(tier, route.expected, now)
         if admittance.refusal is not None:
-            other = self.candidates.choose(want, tier, request.cached, now, request.fingerprint, least_wait=True)
-            if isinstance(other, Handoff | Local) and limits.refusal(tier, other.expected, now) is None:
+            other = self._router.choose(ask._replace(least_wait=True), request.cached, caution)
+            if other is not None and limits.refusal(tier, other.expected, now) is None:
                 route, admittance.refusal = other, None
         if admittance.refusal is None:
             request.expected = route.expected
@@ -238,13 +258,12 @@ class Placement:
 
     def _move_one(self, now: float) -> Decided:
         """Let a decode worker pull a running sequence from a draining one, if a worker with room exists."""
-        leaver = self.leaving.next(self.candidates.may_leave)
+        leaver = self.leaving.next()
         if leaver is None:
             return []
         request, choice, generation = leaver.request, leaver.choice, leaver.request.flow.generation
-        most_tokens = len(generation.token_ids) + generation.sampling.max_tokens
         address = leaver.attempt.decode.life.address
-        refuge = self.candidates.refuge(address, choice, most_tokens, request.fingerprint, generation.tier)
+        refuge = self.leaving.refuge(address, choice, generation.most_tokens, request.fingerprint, generation.tier)
         if refuge is None:
             return []  # there may be room for a shorter sequence
         actions = request.flow.move(leaver.attempt, choice, refuge.life, request.budget_s(now), now=now)

@@ -1,4 +1,4 @@
-"""Metrics of recovery: failed attempts, moved sequences, and how long streams pause for them."""
+"""Metrics of recovery: failed attempts, moved sequences, repeated or missing frames, and how long streams pause."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from common.contract.errors import Cause
 from common.contract.messages.gateway import Suspicion
 from common.runtime.probes import counter
+from gateway.serving.attempt import Tally
 
 _BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -24,10 +25,8 @@ def _histogram(name: str, text: str) -> Histogram:
 class RecoveryMetrics:
     """Recovery counters of one gateway."""
 
-    failovers: Counter[Cause] = field(default_factory=Counter)
-    """Failed attempts that were followed by another, by cause."""
-    moves: Counter[str] = field(default_factory=Counter)
-    """Moves of running sequences from draining workers, by how they ended: moved or stayed."""
+    tally: Tally = field(default_factory=Tally)
+    """Counted by the flows of all requests."""
     trials: Counter[Suspicion] = field(default_factory=Counter)
     """Prompts and sequences given to workers, by how they are tried."""
     resume: Histogram = field(
@@ -44,15 +43,19 @@ class RecoveryMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """Current values of the metrics."""
-        failovers = {cause.value: self.failovers[cause] for cause in Cause}
+        tally = self.tally
+        failovers = {cause.value: tally.failures[cause] for cause in Cause}
         text = "Attempts that failed and were followed by another."
         yield counter("baton_gateway_failovers", text, failovers, "cause")
-        moves = {end: self.moves[end] for end in ("moved", "stayed")}
+        moves = {end: tally.moves[end] for end in ("moved", "stayed")}
         text = "Moves of running sequences from draining workers, by how they ended."
         yield counter("baton_gateway_moves", text, moves, "end")
         trials = {level.value: self.trials[level] for level in (Suspicion.GROUP, Suspicion.ALONE)}
         yield counter(
             "baton_gateway_trials", "Suspects that workers were given, by how they are tried.", trials, "level"
         )
+        text = "Token frames that repeated what was known."
+        yield counter("baton_gateway_duplicates", text, tally.num_duplicates)
+        yield counter("baton_gateway_gaps", "Token frames that came before an earlier one.", tally.num_gaps)
         yield from self.resume.collect()
         yield from self.pause.collect()

@@ -4,7 +4,8 @@ each worker probably has cached (`cached`), and, with `round_robin`, on whose tu
 condition, in this order           workers                                                   reason
 no prefill workers exist           one decode worker, which computes the prompt too          colocated
 no prefill worker is usable        the same, so that the request is served                   no_prefill_worker
-usable ones do not take it         the same                                                  refused
+usable ones do not take it, or
+three have just failed it          the same                                                  refused
 few tokens are left to compute     the same, unless the handoff is sooner by a margin        short
 otherwise                          a prefill and a decode worker                             handoff
 
@@ -14,7 +15,7 @@ too, if few tokens are left to compute.
 The prefill worker is the one with the earliest expected first token (`gateway.dispatch.estimates`). The decode worker
 is, among those of the profile that the tier asks for (`gateway.dispatch.profiles`), the one with room soonest, then the
 fewest blocks in use; workers that can hold the sequence to its end are preferred. Workers that have just failed the
-request are avoided.
+request are avoided. For an offer that still stands only a decode worker is chosen (`Router.rebind`).
 
 All workers are compared, as columns of a table (`gateway.workers.load_table`). A worker is named by its row.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from common.contract.messages.session import Role
 from common.contract.tiers import NO_TARGETS, Target, Tier
 from gateway.dispatch.estimates import prompt_s, queue_s, room_s
 from gateway.dispatch.profiles import of_profile
+from gateway.serving.flow_actions import Want
 from gateway.workers.load_table import Column, LoadTable, Rows
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
@@ -50,6 +52,9 @@ _CLOSE_S: Final = 0.005
 """Expected times within this factor and this many seconds are equal, because they are derived from measurements."""
 _HANDOFF_S: Final = 0.02
 """Seconds that a handoff must be expected to save on a short prompt, which costs a decode worker's batch little."""
+_MOST_SOURCES: Final = 3
+"""Usable prefill workers that may fail an admitted request in a row; then a decode worker computes the prompt. Perhaps
+no decode worker reaches any of them, and each attempt takes the time in which a loss is noticed."""
 
 
 class LocalPrefill(StrEnum):
@@ -62,7 +67,8 @@ class LocalPrefill(StrEnum):
     NO_PREFILL_WORKER = "no_prefill_worker"
     """The deployment has prefill workers, but none is usable."""
     REFUSED = "refused"
-    """Prefill workers are usable, but none takes the prompt: they have refused or failed it, or cannot hold it."""
+    """Prefill workers are usable, but none takes the prompt: they have refused or failed it, or cannot hold it; or
+    three have failed it, and the others are not asked."""
 
 
 class Ask(NamedTuple):
@@ -77,6 +83,17 @@ class Ask(NamedTuple):
     now: float = 0.0
     least_wait: bool = False
     """Whether to minimise the wait, however long the prompt then takes, and whatever profile the tier asks for."""
+
+    @classmethod
+    def of(cls, want: Want, tier: Tier = Tier.STANDARD, now: float = 0.0) -> Self:
+        """What choices that want workers ask for."""
+        return cls(
+            num_tokens=want.num_tokens,
+            tier=tier,
+            num_choices=len(want.choices),
+            most_tokens=want.most_tokens,
+            now=now,
+        )
 
 
 class Expected(NamedTuple):
@@ -147,6 +164,15 @@ class Local(NamedTuple):
         }
 
 
+class Rebind(NamedTuple):
+    """Another decode worker takes over an offer that still stands."""
+
+    decode: WorkerView
+
+
+Route: TypeAlias = Handoff | Local | Rebind
+
+
 class Caution(NamedTuple):
     """Restrictions on the choice of workers."""
 
@@ -162,6 +188,13 @@ class Caution(NamedTuple):
     admitted: bool = False
     """Whether the request is admitted. It may then retry workers that failed it."""
 
+    @classmethod
+    def of(
+        cls, want: Want, fingerprint: Fingerprint | None = None, beside: frozenset[WorkerLife] = frozenset()
+    ) -> Self:
+        """The restrictions for choices that want workers."""
+        return cls(want.avoid, fingerprint, beside, want.too_small, want.admitted)
+
     def able(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
         """Decode workers that may take the request. Those that report that they can hold it are returned; if there are
         none, all, and the worker decides whether it fits."""
@@ -176,10 +209,13 @@ class Caution(NamedTuple):
 
     def prefill(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
         """Prefill workers to choose from. Those that have failed the request are excluded, because decode workers can
-        compute prompts too."""
-        rows = _without(table, self._fitting(table, rows), self.avoid | self.too_small)
-        rows = rows[table.max_sequence_tokens[rows] >= ask.num_tokens]
-        return self._beside(table, rows)
+        compute prompts too; if several have, all are."""
+        rows = self._fitting(table, rows)
+        left = _without(table, rows, self.avoid)
+        if self.admitted and len(rows) - len(left) >= _MOST_SOURCES:
+            return rows[:0]
+        left = _without(table, left, self.too_small)
+        return self._beside(table, left[table.max_sequence_tokens[left] >= ask.num_tokens])
 
     def _beside(self, table: LoadTable, rows: Rows) -> Rows:
         return _or(rows[np.isin(rows, table.rows_of(self.beside))], rows) if self.beside else rows
@@ -222,6 +258,34 @@ class Router:
         self._in_turn = routing == "round_robin"
         self._turn = 0
 
+    def takers(self, ask: Ask, caution: Caution) -> Rows:
+        """The usable decode workers that may take a request."""
+        return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
+
+    def hope(self, ask: Ask, caution: Caution) -> bool:
+        """Whether a decode worker exists that may take a request, now or after draining."""
+        table = self._registry.table
+        there = [
+            row
+            for row, worker in enumerate(table.workers)
+            if worker.role is Role.DECODE and worker.there and worker.refused is None
+            if worker.fits(caution.fingerprint)
+        ]
+        # `able` judges all by the first one, as usable workers have one fingerprint. These need not.
+        return len(caution._replace(fingerprint=None).able(table, np.array(there, dtype=np.intp), ask)) > 0
+
+    def all_too_small(self, ask: Ask, caution: Caution) -> bool:
+        """Whether decode workers are usable, and all have said that they can never hold the request."""
+        usable = self.takers(ask, Caution(fingerprint=caution.fingerprint))
+        return len(usable) > 0 and not len(self.takers(ask, caution))
+
+    def has_room(self, ask: Ask, takers: Rows) -> bool:
+        """Whether one of these decode workers is expected to have room at once. Until its first heartbeat a worker is
+        not, because nobody knows how many places it has."""
+        table = self._registry.table
+        soon = takers[room_s(table, ask.tier, ask.num_choices)[takers] <= 0.0]
+        return any(worker.load is not None for worker in table.views(soon))
+
     def choose(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Handoff | Local | None:
         """Workers for a prompt; None if there are none now."""
         registry, table = self._registry, self._registry.table
@@ -254,6 +318,11 @@ class Router:
             if short.expected.decode_s <= _CLOSE_FACTOR * handoff.expected.decode_s + _HANDOFF_S:
                 return short
         return handoff
+
+    def rebind(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Rebind | None:
+        """A decode worker for an offer that still stands; None if there is none now."""
+        decode = caution.decode(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
+        return Rebind(self.taker(decode, ask, cached)) if len(decode) else None
 
     def taker(self, rows: Rows, ask: Ask, cached: Cached) -> WorkerView:
         """The decode worker, of at least one, for a sequence that is computed elsewhere: of the profile that the tier

@@ -4,7 +4,7 @@ Life cycle of a choice here:
 
     new ──► discarded: it goes on, or its request has ended
      │▲       ▲
-     ▼│       │     usability changes (`look_again`): new again
+     ▼│       │     usability changes, or nobody else comes back (`look_again`): new again
     parked ───┘
 """
 

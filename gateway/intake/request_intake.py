@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from common.contract.sampling import SamplingParams
@@ -79,8 +80,9 @@ class Job(NamedTuple):
     prompt_ids: Sequence[Sequence[int]] | None = None
     """The prompt of each choice, if the answer reports token ids."""
     continues: bool = False
-    """Whether the generated texts continue those of the prompts, as a completion does, or a conversation's last message
-    that is left open."""
+    """Whether the generated texts continue those of the prompts, so that they begin with a space where the model writes
+    one: completions, what follows a conversation's last message that is left open, and what follows a grammar, which
+    counts that space."""
     generates_nothing: bool = False
     """Whether nothing is to be generated. Workers are then needed only for log probabilities of the prompt."""
 
@@ -102,7 +104,7 @@ class Job(NamedTuple):
 
 
 ChargeAhead = Callable[[int], None]
-"""Charges the least tokens that a request's prompts can have, before they are tokenised; raises as
+"""Charges the least tokens that a request's prompts can have, before they, or a prediction, are tokenised; raises as
 `Caller.expect_prompt` does."""
 
 
@@ -140,7 +142,6 @@ class Intake:
             if number:
                 await asyncio.sleep(0)  # let other tasks run: there may be many prompts
             prompts.append(await self._prompt_tokens(prompt, context))
-        prediction = await self._predicted_tokens(form, context)
         echoed = form.logprobs if form.echo else None
         most = most_tokens(form, self._most_bytes, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
         length = LengthLimit("max_tokens", form.max_tokens, COMPLETION_MAX_TOKENS, most, self._most_bytes)
@@ -158,18 +159,13 @@ class Intake:
                 length,
                 form.logprobs,
                 grammar,
-                prediction,
                 echoed,
                 admittance,
             )
             generations.append(generation)
-        if not form.echo:
-            return self._job(form, generations, continues=True)
-        decode = self._tokenizer.decode_all if form.skip_special_tokens is False else self._tokenizer.decode
-        echoes = [each if isinstance(each, str) else decode(each) for each in form.prompt]
-        if (form.n or 1) * sum(len(each.encode(errors="replace")) for each in echoes) > self._most_bytes:
-            raise invalid("echo", f"the echoed prompts, once for each choice, are more than {self._most_bytes} bytes")
-        return self._job(form, generations, echoes, continues=True)
+        echoes: Sequence[str] = await self._echoes(form) if form.echo else ()
+        job = self._job(form, generations, echoes, continues=True)
+        return await self._with_prediction(job, form, context, charge)
 
     async def chat(self, form: ChatRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation."""
@@ -191,16 +187,15 @@ class Intake:
             [tool.function.name for tool in tools],
             one_call=form.parallel_tool_calls is False,
             include_reasoning=form.include_reasoning is not False,
+            formatted=grammar is not None,
         )
         most = most_tokens(form, self._most_bytes, 1, num_logprobs, len(token_ids))
         length = LengthLimit("max_completion_tokens", form.max_completion_tokens, None, most, self._most_bytes)
         if form.max_completion_tokens is None:
             length = length._replace(param="max_tokens", asked=form.max_tokens)
-        prediction = await self._predicted_tokens(form, context)
-        generation = self._generation(
-            form, tenant, token_ids, "messages", context, length, num_logprobs, grammar, prediction
-        )
-        return self._job(form, [generation], plan=plan, continues=ending == "message")
+        generation = self._generation(form, tenant, token_ids, "messages", context, length, num_logprobs, grammar)
+        job = self._job(form, [generation], plan=plan, continues=ending == "message" or grammar is not None)
+        return await self._with_prediction(job, form, context, charge)
 
     async def tokenize(self, form: TokenizeRequest, charge: ChargeAhead = _for_nothing) -> list[int]:
         """The tokens of a text or a conversation, at most `max_sequence_tokens`."""
@@ -219,13 +214,15 @@ class Intake:
             raise too_long("prompt" if form.messages is None else "messages", len(token_ids), most)
         return token_ids
 
-    def detokenize(self, form: DetokenizeRequest) -> str:
-        """The text of tokens, with special tokens spelt out."""
+    async def detokenize(self, form: DetokenizeRequest, charge: Callable[[int], None] = _for_nothing) -> str:
+        """The text of tokens, with special tokens spelt out. `charge` charges for all of them, before they are decoded;
+        it raises as `Caller.admit_prompt` does."""
         self.check_model(form.model)
         if len(form.tokens) > self._limits.max_sequence_tokens:
             raise invalid("tokens", f"{len(form.tokens)} tokens, at most {self._limits.max_sequence_tokens}")
         self._check_vocabulary(form.tokens, "tokens")
-        return self._tokenizer.decode_all(form.tokens)
+        charge(len(form.tokens))
+        return await self._tokenizer.text_of(form.tokens, with_special=True)
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 if a request names a model that is not served. It may omit the model, since there is only one."""
@@ -273,9 +270,7 @@ class Intake:
         except TextTooLong as error:
             raise too_long("prompt", None, context) from error
 
-    async def _rendered_tokens(
-        self, text: str, param: str, context: int, charge: ChargeAhead = _for_nothing
-    ) -> list[int]:
+    async def _rendered_tokens(self, text: str, param: str, context: int, charge: ChargeAhead) -> list[int]:
         """The tokens of a text to which no special tokens are added; `param` is the field that it came from."""
         self._expect([text], param, context, charge)
         try:
@@ -283,15 +278,34 @@ class Intake:
         except TextTooLong as error:
             raise too_long(param, None, context) from error
 
-    async def _predicted_tokens(self, form: SamplingFields, context: int) -> tuple[int, ...]:
-        """The tokens that the client expects the answer to have, at most as many as the context."""
+    async def _echoes(self, form: CompletionRequest) -> list[str]:
+        """The text of each prompt."""
+        echoes: list[str] = []
+        num_bytes = 0
+        for prompt in form.prompt:
+            if echoes:
+                await asyncio.sleep(0)
+            text = prompt
+            if not isinstance(text, str):
+                text = await self._tokenizer.text_of(text, with_special=form.skip_special_tokens is False)
+            echoes.append(text)
+            num_bytes += len(text.encode(errors="replace"))
+        if (form.n or 1) * num_bytes > self._most_bytes:
+            raise invalid("echo", f"the echoed prompts, once for each choice, are more than {self._most_bytes} bytes")
+        return echoes
+
+    async def _with_prediction(self, job: Job, form: SamplingFields, context: int, charge: ChargeAhead) -> Job:
+        """The job with the tokens that the client expects each answer to have, at most as many as the context. They
+        cost nothing; but before a long prediction is tokenised, the prompts are charged."""
         if form.prediction is None:
-            return ()
-        token_ids = await self._rendered_tokens(form.prediction.content, "prediction", context)
+            return job
+        text = form.prediction.content
+        token_ids = await self._rendered_tokens(text, "prediction", context, lambda _: charge(job.num_prompt_tokens))
         if len(token_ids) > context:
             raise too_long("prediction", len(token_ids), context)
         self._check_vocabulary(token_ids, "prediction")
-        return tuple(token_ids)
+        prediction = tuple(token_ids)
+        return job._replace(generations=tuple(replace(each, prediction=prediction) for each in job.generations))
 
     def _generation(
         self,
@@ -303,7 +317,6 @@ class Intake:
         length: LengthLimit,
         num_logprobs: int | None,
         grammar: str | None,
-        prediction: tuple[int, ...],
         echoed: int | None = None,
         admittance: Admittance | None = None,
     ) -> Generation:
@@ -326,7 +339,6 @@ class Intake:
             tenant=tenant,
             cache_salt=_cache_salt(tenant, form.cache_salt),
             prompt_logprobs=max((num for num in (echoed, form.prompt_logprobs) if num is not None), default=None),
-            prediction=prediction,
             admittance=admittance or Admittance(),
         )
 

@@ -188,9 +188,10 @@ class StructuredOutputs(_Schema):
         if not isinstance(value, dict):
             return value
         declared = {field.alias or name for name, field in cls.model_fields.items()}
-        return {
-            name: each for name, each in value.items() if not (each is None or (each is False and name not in declared))
-        }
+        for name, each in value.items():
+            if name not in declared and each is not None and each is not False:
+                return {name: each}  # the first unknown field is enough: each one makes an error object
+        return {name: each for name, each in value.items() if name in declared and each is not None}
 
     json_schema: Annotated[
         str | None, PlainValidator(_schema_text, json_schema_input_type=_JsonSchema | None), Field(alias="json")

@@ -178,6 +178,13 @@ def validated(grammar: str) -> tuple[str, str]:
     return grammar, messages[0] if is_error else _beginning_error(grammar)
 
 
+def may_begin_with(char: str, grammar: str) -> bool:
+    """Whether a text that follows a grammar may begin with an ASCII character. True also for a grammar that cannot be
+    followed here, because it names tokens of the model."""
+    matcher = LLMatcher(_BYTES, grammar, log_level=0, limits=grammar_limits())
+    return matcher.is_error() or matcher.try_consume_tokens(_BYTES.tokenize_str(char)) == 1
+
+
 def _beginning_error(grammar: str) -> str:
     """Why no text can follow the grammar, checked at its beginning and after all that it forces there; "" if one
     can."""

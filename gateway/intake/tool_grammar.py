@@ -1,7 +1,8 @@
 """The grammar of an answer that must call a function, or may; it writes calls in the model's own format.
 
-    answer      [reasoning] (calls | what `response_format` or an equivalent field asks for)
+    answer      [reasoning gap] (calls | what `response_format` or an equivalent field asks for)
     reasoning   free text up to the closing tag
+    gap         up to two line ends, which `ReasoningSplitter` leaves out; just two if what follows may begin with one
     calls       calls of the given functions, with arguments that follow the schema of their parameters
 
 Tags that are single tokens are named by their ids, so it does not matter whether the tokenizer marks them as special.
@@ -16,7 +17,14 @@ from typing import Any, Final
 
 from gateway.intake.grammar_checks import checked
 from gateway.intake.schemas import ChatRequest
-from gateway.intake.structured_output import grammar_of, guarded, json_grammar, refuse_contradictions, validated
+from gateway.intake.structured_output import (
+    grammar_of,
+    guarded,
+    json_grammar,
+    may_begin_with,
+    refuse_contradictions,
+    validated,
+)
 from gateway.intake.tool_schemas import NamedToolChoice, Tool, forced_tools, usable_tools
 from gateway.text import reasoning
 from gateway.text.dialect import Dialect, ToolFormat
@@ -25,7 +33,6 @@ from gateway.web.http_errors import invalid
 
 _THOUGHT: Final = r"THOUGHT: /(?s:.*)/ & ~/(?s:.*)<\/think>(?s:.*)/"
 """Any text that does not close the reasoning."""
-_GAP: Final = r"GAP: /\n{0,2}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +143,10 @@ def _reasoning_rules(spec: AnswerGrammar) -> list[str]:
         thought = ["thought: THOUGHT " + _tag(spec, reasoning.CLOSING), _THOUGHT]
     else:
         thought = [f'thought[suffix="{reasoning.CLOSING}"]: /(?s:.*)/']
-    return [f"reasoning: {opening}thought GAP", _GAP, *thought]
+    ambiguous = spec.answer is not None and may_begin_with("\n", spec.answer)
+    least = reasoning.GAP_LINE_ENDS if ambiguous else 0
+    gap = rf"GAP: /\n{{{least},{reasoning.GAP_LINE_ENDS}}}/"
+    return [f"reasoning: {opening}thought GAP", gap, *thought]
 
 
 def _hermes(spec: AnswerGrammar) -> list[str]:

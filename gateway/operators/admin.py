@@ -12,6 +12,7 @@ from aiohttp import web
 
 from gateway.dispatch.links import Links
 from gateway.operators.admin_guard import MAX_BODY_BYTES, admin_guard
+from gateway.web.http_errors import ApiError
 
 
 def create_admin_app(links: Links, host: str) -> web.Application:
@@ -42,15 +43,10 @@ class _Admin:
         worker = request.match_info["id"]
         known = {each["id"]: each for each in self._links.workers()}
         if worker not in known:
-            return _error(404, f"no such worker: {worker}; there are {', '.join(map(str, known))}")
+            raise ApiError(404, f"no such worker: {worker}; there are {', '.join(map(str, known))}")
         if not self._links.tell(worker, drain=drain):
-            return _error(503, f"{worker} cannot be reached now")
+            raise ApiError(503, f"{worker} cannot be reached now")
         return _json(202, {"id": worker, "told": "drain" if drain else "resume"})
-
-
-def _error(status: int, message: str) -> web.Response:
-    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return _json(status, {"error": body})
 
 
 def _json(status: int, body: object) -> web.Response:

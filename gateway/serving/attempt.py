@@ -95,8 +95,8 @@ class Broken:
     """The assignment that failed."""
     cause: Cause
     message: str
-    blame: Assignment | None
-    """The assignment whose worker is to be avoided; None if none is."""
+    blame: tuple[Assignment, ...] = ()
+    """The assignments whose workers are to be avoided."""
 
     @property
     def refused(self) -> bool:
@@ -179,6 +179,19 @@ class Attempt:
         self._told_end: set[int] = set()
         """Choices that the decode worker was told to give up since it has begun: the client needs no more of them, or
         another attempt begins them again."""
+
+    @property
+    def where(self) -> str:
+        """Its workers, and what each of them does."""
+        decode = self.decode.life.address
+        if self.moving is not None:
+            [index] = self.choices
+            return f"choice {index} moves from {self.moving.life.address} to {decode}"
+        if self.prefill is None:
+            return f"prefill and decode at {decode}"
+        if self.prefill.key != self.key:
+            return f"decode at {decode}, from {self.prefill.life.address}"
+        return f"prefill at {self.prefill.life.address}, decode at {decode}"
 
     @property
     def unfinished(self) -> list[Choice]:
@@ -264,7 +277,7 @@ class Attempt:
         if known or self._can_miss(assignment):
             return []
         message = f"the {assignment.role} worker does not know the request after lost messages"
-        return [Broken(assignment, Cause.WORKER_LOST, message, blame=None)]
+        return [Broken(assignment, Cause.WORKER_LOST, message)]
 
     def lost(self, assignment: Assignment, why: str) -> list[AttemptAction]:
         """Handle the end of a worker's session. Once a prefill worker has sent its first tokens, its loss concerns only
@@ -273,7 +286,7 @@ class Attempt:
         if self._can_miss(assignment):
             return []
         message = f"the {assignment.role} worker at {assignment.life.address} was lost: {why}"
-        return [Broken(assignment, Cause.WORKER_LOST, message, blame=assignment)]
+        return [Broken(assignment, Cause.WORKER_LOST, message, (assignment,))]
 
     def standing_offer(self, broken: Broken) -> Assignment | None:
         """The prefill worker's assignment, if its offer can serve another decode worker after this failure. It cannot
@@ -282,7 +295,7 @@ class Attempt:
             return None
         if broken.assignment is not self.decode or self.decode_has_spoken or self.prefill is None:
             return None
-        if self.prefill.lost or broken.blame is self.prefill or broken.cause is Cause.LEASE_LOST:
+        if self.prefill.lost or self.prefill in broken.blame or broken.cause is Cause.LEASE_LOST:
             return None
         return self.prefill
 
@@ -362,7 +375,7 @@ class Attempt:
     def _without_prompt(self, assignment: Assignment) -> Broken:
         """No worker keeps log probabilities of a prompt to send them again, so the prompt has to be computed again."""
         message = f"log probabilities of the prompt were lost between the {assignment.role} worker and the gateway"
-        return Broken(assignment, Cause.WORKER_LOST, message, blame=None)
+        return Broken(assignment, Cause.WORKER_LOST, message)
 
     @property
     def _computing(self) -> Assignment:
@@ -402,17 +415,19 @@ class Attempt:
             choice.next_position > len(self.token_ids) for choice in self.choices.values()
         )
 
-    def _to_blame(self, assignment: Assignment, cause: Cause) -> Assignment | None:
-        """The assignment to blame for a failure that a worker reports. A decode worker may report a failure of its
-        source."""
-        source = self.moving or self.prefill
+    def _to_blame(self, assignment: Assignment, cause: Cause) -> tuple[Assignment, ...]:
+        """The assignments to blame for a failure that a worker reports. If a decode worker reports a failure of its
+        source, both are: perhaps it cannot reach a source that is well. It is not blamed if the gateway has lost that
+        source, too. The first failed transfer is blamed on the decode worker alone, and another one takes over the
+        offer."""
         if cause is Cause.LEASE_LOST:
-            return None
-        if assignment is self.decode and cause in (Cause.WORKER_LOST, Cause.FINGERPRINT):
-            return source
-        if assignment is self.decode and cause is Cause.TRANSFER and any(c.num_failures for c in self.choices.values()):
-            return source  # a second failure in a row; the first one is blamed on the reader
-        return assignment
+            return ()
+        source = self.moving or self.prefill
+        failed_before = any(choice.num_transfers for choice in self.choices.values())
+        of_source = cause in (Cause.WORKER_LOST, Cause.FINGERPRINT) or (cause is Cause.TRANSFER and failed_before)
+        if source is None or assignment is not self.decode or not of_source:
+            return (assignment,)
+        return (source,) if source.lost else (source, assignment)
 
     def _fault(self, assignment: Assignment, what: str) -> Broken:
-        return Broken(assignment, Cause.INTERNAL, f"the {assignment.role} worker {what}", blame=assignment)
+        return Broken(assignment, Cause.INTERNAL, f"the {assignment.role} worker {what}", (assignment,))

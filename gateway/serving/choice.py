@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.contract.messages.gateway import TRIAL_TOKENS, Suspicion
+from common.contract.messages.session import Role
 from gateway.serving.suspicion import Share, suspicion_after
 from gateway.workers.worker_life import WorkerLife
 
@@ -23,16 +24,18 @@ class Choice:
     given_up: bool = False
     """Whether it has ended because its client needs no more of it. Workers may still send some."""
     num_failures: int = 0
-    """Failed attempts since its last token."""
+    """Failed attempts since its last token from a decode worker."""
     num_bugs: int = 0
-    """Failed attempts since its last token whose worker reported an internal error."""
+    """Those of them whose worker reported an internal error."""
+    num_transfers: int = 0
+    """Those of them whose decode worker could not read the KV."""
     num_crashes: int = 0
     """Workers that crashed with this choice while they computed everybody's steps together."""
     suspicion: Suspicion = Suspicion.NONE
     innocent_at: int = 0
     """Position at which the choice is no longer suspected."""
     avoid: set[WorkerLife] = field(default_factory=set)
-    """Workers that have failed it since its last token."""
+    """Workers that have failed it since its last token from a decode worker."""
     too_small: set[WorkerLife] = field(default_factory=set)
     """Workers that have said that they can never hold it."""
     bad_sinks: set[WorkerLife] = field(default_factory=set)
@@ -48,10 +51,13 @@ class Choice:
         """Whether it may be what crashed a worker."""
         return self.suspicion is not Suspicion.NONE
 
-    def progressed(self) -> None:
-        """Forget the failures before its new tokens; the suspicion only once enough have come."""
-        self.num_failures = self.num_bugs = 0
-        self.avoid.clear()
+    def progressed(self, role: Role) -> None:
+        """Forget the failures before its new tokens if they come from a decode worker. Those of a prefill worker do not
+        show that a decode worker can read from it; but the request is let in with them, so that refusals are forgotten,
+        too. The suspicion is forgotten once enough tokens have come."""
+        if role is Role.DECODE or not self.num_failures:
+            self.num_failures = self.num_bugs = self.num_transfers = 0
+            self.avoid.clear()
         if self.ended or self.next_position >= self.innocent_at:
             self.suspicion = Suspicion.NONE
 

@@ -48,25 +48,15 @@ from gateway.serving.attempt import (
     abort,
 )
 from gateway.serving.attempts import Attempts
-from gateway.serving.blame import count_crash, count_failure
+from gateway.serving.blame import count_crash, count_failure, note_refusal
 from gateway.serving.choice import Choice, PromptReport
-from gateway.serving.flow_actions import (
-    AssignmentOver,
-    AttemptBegan,
-    Done,
-    Fail,
-    FlowAction,
-    Unwanted,
-    Want,
-)
+from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, Fail, FlowAction, Unwanted, Want
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import Crash, Share
 from gateway.workers.worker_life import WorkerLife
 
 _MAY_PASS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.LEASE_LOST})
 """Causes with which a move fails, and may succeed later at the same worker: it has no room, or was too late."""
-FIRST_DELAY_S = 0.05
-"""Seconds before a new attempt after two failures in a row; each further failure doubles it."""
 
 
 class FlowState(StrEnum):
@@ -161,14 +151,7 @@ class Flow:
             now=now,
             tally=self.tally,
         )
-        if prefill is not None:
-            where = f"prefill at {prefill.address}, decode at {decode.address}"
-        elif want.offer is not None:
-            where = f"decode at {decode.address}, from {want.offer.life.address}"
-        else:
-            where = f"prefill and decode at {decode.address}"
-        hint = f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}" if prefix else ""
-        return self._begin(attempt, where + hint, budget_s, prefix)
+        return self._begin(attempt, budget_s, prefix)
 
     def offered(self, key: RequestKey, address: str) -> Want | None:
         """The want whose offer a prefill worker has made under this key; None if there is none."""
@@ -179,7 +162,7 @@ class Flow:
         """Handle a message of the worker whose offer stands. It fails, or its prompt is computed."""
         assert want.offer is not None, self.story
         if isinstance(message, Failed):
-            blame = None if message.cause is Cause.LEASE_LOST else want.offer
+            blame = () if message.cause is Cause.LEASE_LOST else (want.offer,)
             return self._offer_failed(want, Broken(want.offer, message.cause, message.message, blame))
         return self._over(want.offer)
 
@@ -187,7 +170,7 @@ class Flow:
         """The worker whose offer stood does not know it after lost messages."""
         assert want.offer is not None, self.story
         message = f"the {want.offer.role} worker does not know the request after lost messages"
-        return self._offer_failed(want, Broken(want.offer, Cause.WORKER_LOST, message, blame=None))
+        return self._offer_failed(want, Broken(want.offer, Cause.WORKER_LOST, message))
 
     def move(
         self, attempt: Attempt, choice: Choice, decode: WorkerLife, budget_s: float, *, now: float
@@ -205,8 +188,7 @@ class Flow:
             now=now,
             tally=self.tally,
         )
-        where = f"choice {choice.index} moves from {attempt.decode.life.address} to {decode.address}"
-        return self._begin(moving, where, budget_s, None)
+        return self._begin(moving, budget_s)
 
     def on_message(self, attempt: Attempt, assignment: Assignment, message: Message) -> list[FlowAction]:
         """Handle a message about an assignment of an attempt under way."""
@@ -257,8 +239,7 @@ class Flow:
             else:
                 actions += [*map(abort, attempt.assignments), *self._close(attempt)]
         for want in [each for each in self.wants if all(other.ended for other in each.choices)]:
-            self.wants.remove(want)
-            actions += [Unwanted(want), *self._let_go(want)]
+            actions += self._drop(want)
         if all(each.ended for each in self.choices):
             actions += [*self._end(FlowState.DONE, "done"), Done()]
         return actions
@@ -277,7 +258,7 @@ class Flow:
                 case SendToWorker():
                     done.append(action)
                 case Deliver():
-                    done += [action, *self._progress(attempt, self.choices[action.delta.choice])]
+                    done += [action, *self._progress(attempt, self.choices[action.delta.choice], action.role)]
                 case DeliverPrompt():
                     self.admitted = True
                     done.append(action)
@@ -285,15 +266,17 @@ class Flow:
                     done += self._broken(attempt, action, share)
         return done
 
-    def _begin(self, attempt: Attempt, where: str, budget_s: float, prefix: PrefixHint | None) -> list[FlowAction]:
+    def _begin(self, attempt: Attempt, budget_s: float, prefix: PrefixHint | None = None) -> list[FlowAction]:
         self.attempts.append(attempt)
-        self.story.append(where if attempt.key.attempt == 1 else f"attempt {attempt.key.attempt}: {where}")
+        number = "" if attempt.key.attempt == 1 else f"attempt {attempt.key.attempt}: "
+        hint = f", {prefix.num_tokens} tokens of prefix perhaps at {prefix.source.address}" if prefix else ""
+        self.story.append(f"{number}{attempt.where}{hint}")
         return [AttemptBegan(attempt), *self._do(attempt, attempt.start(budget_s, prefix))]
 
-    def _progress(self, attempt: Attempt, choice: Choice) -> list[FlowAction]:
-        """A choice has got tokens."""
+    def _progress(self, attempt: Attempt, choice: Choice, role: Role) -> list[FlowAction]:
+        """A choice has got tokens from a worker of this role."""
         self.admitted = True
-        choice.progressed()
+        choice.progressed(role)
         actions: list[FlowAction] = []
         if not choice.ended and attempt.moving is None:
             return actions  # the usual case: every attempt goes on as before
@@ -344,7 +327,7 @@ class Flow:
     ) -> Fail | None:
         """Count a failure, or note the refusal of what a worker was `asked` for; see `gateway.serving.blame`."""
         if broken.refused:
-            self._note_refusal(asked, broken)
+            self.refusal = note_refusal(asked, broken, admitted=self.admitted) or self.refusal
             return None
         self.admitted = True
         return count_failure(wanting, held, broken, share)
@@ -368,23 +351,12 @@ class Flow:
     def _without_offer(self, want: Want, cause: Cause) -> list[FlowAction]:
         """Want new workers for the choices of a want whose offer has fallen."""
         self.tally.failures[cause] += 1
-        self.wants.remove(want)
+        actions = self._drop(want)
         choices = [choice for choice in want.choices if not choice.ended]
         wants = self._want_all(want.key.request, choices)
         for each in wants:
             each.hopeless_at = want.hopeless_at
-        return [Unwanted(want), *self._let_go(want), *wants]
-
-    def _note_refusal(self, choices: Sequence[Choice], broken: Broken) -> None:
-        """Note a refusal, so that the worker is not asked again. A draining worker may be asked again; so may a full
-        one, by an admitted request."""
-        too_large = broken.cause is Cause.TOO_LARGE
-        passing = broken.cause is Cause.DRAINING or (self.admitted and not too_large)
-        if passing or broken.blame is None:
-            return
-        self.refusal = Fail(broken.cause, broken.message)
-        for choice in choices:
-            (choice.too_small if too_large else choice.avoid).add(broken.blame.life)
+        return [*actions, *wants]
 
     def _want_all(self, request: RequestId, choices: Sequence[Choice]) -> list[Want]:
         """Want workers for choices: together if none has a token of its own, else separately."""
@@ -394,18 +366,7 @@ class Flow:
         return [self._want([choice], self._next_key(request, alone=len(choices) == 1)) for choice in choices]
 
     def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Assignment | None = None) -> Want:
-        num_failures = max(choice.num_failures for choice in choices)
-        want = Want(
-            key,
-            tuple(choices),
-            frozenset(life for choice in choices for life in choice.avoid),
-            offer,
-            delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
-            too_small=frozenset(life for choice in choices for life in choice.too_small),
-            most_tokens=len(self.generation.token_ids) + self.generation.sampling.max_tokens,
-            admitted=self.admitted,
-            refusal=self.refusal,
-        )
+        want = Want.of(self.generation, key, choices, offer, admitted=self.admitted, refusal=self.refusal)
         self.wants.append(want)
         return want
 
@@ -423,11 +384,12 @@ class Flow:
         told = attempt.leave(choice)
         return [told] if attempt.unfinished else [told, *self._close(attempt)]
 
-    def _let_go(self, want: Want) -> list[FlowAction]:
-        """Abort a want's offer, which no decode worker will take over."""
+    def _drop(self, want: Want) -> list[FlowAction]:
+        """Want no workers for it any more. Its offer is aborted: no decode worker will take it over."""
+        self.wants.remove(want)
         if want.offer is None:
-            return []
-        return [abort(want.offer), *self._over(want.offer)]
+            return [Unwanted(want)]
+        return [Unwanted(want), abort(want.offer), *self._over(want.offer)]
 
     @staticmethod
     def _over(assignment: Assignment) -> list[FlowAction]:
@@ -459,9 +421,8 @@ class Flow:
             else:
                 actions += [abort(assignment) for assignment in attempt.assignments]
             actions += self._close(attempt)
-        for want in self.wants:
-            actions += [Unwanted(want), *self._let_go(want)]
-        self.wants.clear()
+        for want in self.wants[:]:
+            actions += self._drop(want)
         return actions
 
     def check_invariants(self) -> None:

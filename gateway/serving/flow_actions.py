@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
 from gateway.serving.choice import Choice
+from gateway.serving.generation import Generation
 from gateway.workers.worker_life import WorkerLife
+
+FIRST_DELAY_S = 0.05
+"""Seconds before a new attempt after two failures in a row; each further failure doubles it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,31 @@ class Want:
     """How the request ends if no worker is left that may take it."""
     hopeless_at: float | None = None
     """When no worker was left that could take these choices now or later; None while there is one."""
+
+    @classmethod
+    def of(
+        cls,
+        generation: Generation,
+        key: RequestKey,
+        choices: Sequence[Choice],
+        offer: Assignment | None,
+        *,
+        admitted: bool,
+        refusal: Fail | None,
+    ) -> Self:
+        """What these choices want after all that has failed them."""
+        num_failures = max(choice.num_failures for choice in choices)
+        return cls(
+            key,
+            tuple(choices),
+            frozenset(life for choice in choices for life in choice.avoid),
+            offer,
+            delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
+            too_small=frozenset(life for choice in choices for life in choice.too_small),
+            most_tokens=generation.most_tokens,
+            admitted=admitted,
+            refusal=refusal,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -74,6 +74,11 @@ class Generation:
     give_up: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
     """While the generator runs: no more is needed of a choice, of which deltas may still come."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that one of its sequences can have in the end."""
+        return len(self.token_ids) + self.sampling.max_tokens
+
 
 @dataclass(slots=True)
 class Delta:

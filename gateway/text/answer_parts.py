@@ -35,6 +35,8 @@ class AnswerPlan:
     opened: bool
     """Whether the prompt has opened the reasoning."""
     include_reasoning: bool
+    formatted: bool = False
+    """Whether the answer follows a grammar, which counts its white space."""
 
 
 class AnswerParts:
@@ -45,7 +47,7 @@ class AnswerParts:
         """Whether the last piece has been returned; further deltas are to be ignored."""
         self._text: Final = text
         self._include_reasoning = plan.include_reasoning
-        self._splitter = ReasoningSplitter(plan.opened) if plan.reasons else None
+        self._splitter = ReasoningSplitter(plan.opened, plan.formatted) if plan.reasons else None
         self._undecided: list[int] | None = [] if plan.reasons else None
         """Text offsets of tokens that may yet turn out to be reasoning; None once no further token can be."""
         self._calls = plan.calls(plan.names, plan.most_calls) if plan.calls is not None else None

@@ -101,9 +101,10 @@ class ChoiceText:
         stop_token_ids: Collection[int] = (),
     ) -> None:
         """The text begins with `echo`. It continues the text of the tokens `continues`, if there are any. Stop strings
-        are not looked for in `echo`, nor in the text of the first `min_tokens` tokens. A token that ends the choice is
-        omitted from the text if it is one of `stop_token_ids`, or if `ends_unspelt` has no text for it. `num_before`
-        characters of the choice precede `echo` and are emitted elsewhere."""
+        are not looked for in `echo`, and one that is complete within the text of the first `min_tokens` tokens does not
+        count. A token that ends the choice is omitted from the text if it is one of `stop_token_ids`, or if
+        `ends_unspelt` has no text for it. `num_before` characters of the choice precede `echo` and are emitted
+        elsewhere."""
         self.choice: Final = choice
         self.ended = False
         """Whether the last piece has been returned; further deltas are to be ignored."""
@@ -169,10 +170,7 @@ class ChoiceText:
     def _pass_on(self, text: str, texts: list[str]) -> bool:
         """Append the text that may be sent to `texts`. Returns whether a stop string ended the choice."""
         self._num_chars += len(text)
-        if self._num_tokens <= self._min_tokens:
-            texts.append(text)
-            return False
-        passed, stopped = self._stops.push(text)
+        passed, stopped = self._stops.push(text, may_end=self._num_tokens > self._min_tokens)
         texts.append(passed)
         return stopped
 

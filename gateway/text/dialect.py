@@ -84,9 +84,15 @@ class Dialect:
         return tuple((tag, token) for tag in tags if (token := self.tokenizer.added_token(tag)) is not None)
 
     def plan(
-        self, prompt: str, names: Collection[str], one_call: bool = False, include_reasoning: bool = True
+        self,
+        prompt: str,
+        names: Collection[str],
+        one_call: bool = False,
+        include_reasoning: bool = True,
+        formatted: bool = False,
     ) -> AnswerPlan | None:
-        """The parts to look for in answers to `prompt` that may call the functions `names`; None if there are none."""
+        """The parts to look for in answers to `prompt` that may call the functions `names`; None if there are none.
+        `formatted`: the answers follow a grammar."""
         new_calls = PARSERS[self.tool_format] if names and self.tool_format is not None else None
         if new_calls is None and not self.reasons:
             return None
@@ -99,6 +105,7 @@ class Dialect:
             reasons=self.reasons,
             opened=self.opens_reasoning(prompt),
             include_reasoning=include_reasoning,
+            formatted=formatted,
         )
 
 

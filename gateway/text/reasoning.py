@@ -3,7 +3,8 @@
     <think>\\n  reasoning  \\n</think>\\n\\n  answer
 
 The opening tag is the first text that the model writes, or the prompt ends with it. Without it the whole text is the
-answer; so is anything later that looks like reasoning. White space around both tags belongs to the tags.
+answer; so is anything later that looks like reasoning. White space around both tags belongs to the tags; but of an
+answer that follows a grammar only the line ends that the grammar puts before it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Final
 
 OPENING: Final = "<think>"
 CLOSING: Final = "</think>"
+GAP_LINE_ENDS: Final = 2
+"""Most line ends between the closing tag and an answer that follows a grammar."""
 
 
 class Part(StrEnum):
@@ -30,21 +33,24 @@ class _State(StrEnum):
     """After the opening tag: white space."""
     REASONING = "reasoning"
     TRAILING = "trailing"
-    """After the closing tag: white space."""
+    """After the closing tag: white space that belongs to it."""
     ANSWER = "answer"
 
 
 class ReasoningSplitter:
     """Splits the text of one choice."""
 
-    def __init__(self, opened: bool) -> None:
-        """`opened`: the prompt ends with the opening tag."""
+    def __init__(self, opened: bool, formatted: bool = False) -> None:
+        """`opened`: the prompt ends with the opening tag. `formatted`: the answer follows a grammar, which counts its
+        white space."""
         self.num_reasoning_chars: float = 0
         """Leading characters of the text known to be reasoning, both tags included; infinite if all of the text is."""
         self.reasoning_over = False
         """Whether no further text is reasoning."""
         self._num_chars = 0
         self._opened = opened
+        self._gap_left = GAP_LINE_ENDS if formatted else None
+        """Line ends that may still precede the answer; None for any white space."""
         self._state = _State.BEFORE
         self._space: list[str] = []
         """White space held back until the text after it is known."""
@@ -68,8 +74,7 @@ class ReasoningSplitter:
             parts.append((Part.REASONING, reasoning))
         self.reasoning_over = self._state in (_State.TRAILING, _State.ANSWER)
         if self._state is _State.TRAILING:
-            text = text.lstrip()
-            self._state = _State.ANSWER if text else self._state
+            text = self._trailing(text)
         if self._state is _State.ANSWER:
             parts.append((Part.ANSWER, text))
         return [(part, words) for part, words in parts if words]
@@ -110,6 +115,17 @@ class ReasoningSplitter:
             self._state = _State.TRAILING
             self._space.clear()
         return words, rest
+
+    def _trailing(self, text: str) -> str:
+        """Leave out what belongs to the closing tag. Returns the beginning of the answer, if there is any."""
+        if self._gap_left is None:
+            answer = text.lstrip()
+        else:
+            answer = text[: self._gap_left].lstrip("\n") + text[self._gap_left :]
+            self._gap_left -= len(text) - len(answer)
+        if answer or self._gap_left == 0:
+            self._state = _State.ANSWER
+        return answer
 
     def _take_space(self) -> str:
         space = "".join(self._space)

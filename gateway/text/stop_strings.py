@@ -32,14 +32,15 @@ class StopStrings:
         self._held = ""
         """The end of the text that is held back; its length is that of the longest partial match."""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take more text. Returns the text to pass on, and whether a stop string ended it; if so, do not call again."""
+    def push(self, text: str, may_end: bool = True) -> tuple[str, bool]:
+        """Take more text. Returns the text to pass on, and whether a stop string ended it; if so, do not call again.
+        Unless `may_end`, a stop string that is complete within `text` is text like any other."""
         if not self._stops:
             return text, False
         known = self._held + text
         for end in range(len(self._held) + 1, len(known) + 1):
             length = self._advance(known[end - 1])
-            if length:
+            if length and may_end:
                 self._held = ""
                 return known[: end - length], True
         keep = len(known) - max(self._matched)

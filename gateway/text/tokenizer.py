@@ -2,7 +2,7 @@
 load.
 
 Encoding and decoding use the Rust tokenizer behind the `transformers` object. It may be used from several threads at
-once, releases the interpreter lock while it encodes, and never removes spaces from decoded text. A decoder that does
+once, releases the interpreter lock in its batch forms, and never removes spaces from decoded text. A decoder that does
 could contradict text that was already sent.
 """
 
@@ -27,10 +27,14 @@ from common.contract.errors import BatonError, OperatorError
 from common.runtime.malloc import give_memory_back
 from gateway.text.detokenizer import TokenDecoder
 from gateway.text.plain_text import Marker
+from gateway.text.tekken import load_options, mend_split
 
 _THREAD_CHARS = 2048
 """Texts of at least this many characters, half a millisecond's work, are encoded in a thread; the switch to a thread
 and back costs a fifth of that."""
+_THREAD_TOKENS = 1024
+"""Sequences of at least this many tokens, a millisecond's work, are decoded in a thread. `raw` spells at
+most this many in one turn of the event loop."""
 _NUM_THREADS = 4
 _SLICE_CHARS = 2**14
 """Characters of a slice when a long text is counted before it is encoded."""
@@ -109,7 +113,7 @@ class ModelTokenizer:
         self._longest_bytes = max(len(token.encode()) for token in vocabulary)
         """Most bytes of any token's spelling in the vocabulary; no token stands for more bytes of text."""
         self.threads = ThreadPoolExecutor(_NUM_THREADS, "tokenizer")
-        """Threads for long texts. Work whose caller leaves before it has begun is left out."""
+        """Threads for long texts and sequences. Work whose caller leaves before it has begun is left out."""
         self._large = ThreadPoolExecutor(1, "tokenizer-large")
         """The thread for very long texts."""
 
@@ -124,11 +128,14 @@ class ModelTokenizer:
         try:
             # Without trust_remote_code=False, `transformers` asks a person at a terminal and may run the checkpoint's
             # code.
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False, **load_options(folder)
+            )
         except Exception as error:  # malformed files raise many unrelated types
             raise OperatorError(f"cannot load a tokenizer from {folder}: {error}") from error
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise OperatorError(f"the tokenizer in {folder} has no fast form (tokenizer.json)")
+        mend_split(tokenizer.backend_tokenizer, folder)
         return cls(tokenizer)
 
     def least_tokens(self, text: str) -> int:
@@ -207,6 +214,18 @@ class ModelTokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
+    async def text_of(self, token_ids: Sequence[int], *, with_special: bool) -> str:
+        """The text of `token_ids`, of which there may be many, as `decode_all` or else `decode` gives it."""
+        if len(token_ids) < _THREAD_TOKENS:
+            return self.decode_all(token_ids) if with_special else self.decode(token_ids)
+
+        def decode() -> str:
+            # Only the batch form releases the interpreter lock.
+            texts: list[str] = self._backend.decode_batch([token_ids], skip_special_tokens=not with_special)
+            return texts[0]
+
+        return await asyncio.get_running_loop().run_in_executor(self.threads, decode)
+
     def spelling_out(self, markers: Iterable[str]) -> TokenDecoder:
         """A decoder that also gives the text of those `markers` that are special tokens."""
         marked = {self._added[marker] for marker in markers if marker in self._added} - self._with_text
@@ -224,9 +243,14 @@ class ModelTokenizer:
         """Whether `decode` gives text for this token: it is in the vocabulary, and not special."""
         return token_id in self._with_text
 
-    def raw(self, token_ids: Iterable[int]) -> list[str]:
-        """Each token as the vocabulary spells it; empty for one that it lacks."""
-        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+    async def raw(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it; empty for one that it lacks. Other tasks can run meanwhile."""
+        names: list[str] = []
+        for start in range(0, len(token_ids), _THREAD_TOKENS):
+            if start:
+                await asyncio.sleep(0)
+            names += [self._backend.id_to_token(each) or "" for each in token_ids[start : start + _THREAD_TOKENS]]
+        return names
 
     def leaves_out(self, role: str, *, with_tools: bool) -> bool:
         """Whether the chat template writes nothing of a message of this role, before a user's message or after one. A

@@ -19,22 +19,33 @@ class Ending:
     """The open requests. Those left at the end of the grace period are cancelled once, and can find out the reason."""
 
     def __init__(self) -> None:
-        self._open: set[asyncio.Task[Any]] = set()
+        self._open: set[asyncio.Task[Any] | asyncio.BaseProtocol] = set()
+        """Open requests, and connections that are held."""
         self._told: set[asyncio.Task[Any]] = set()
         """Members of `_open` that were cancelled and have not asked for the reason yet."""
         self._has_failed = False
         self._over = asyncio.Event()
-        """Set while nothing is to be waited for: no request is open, or a part of the gateway has failed."""
+        """Set while nothing is to be waited for: `_open` is empty, or a part of the gateway has failed."""
         self._over.set()
 
     def follow(self) -> None:
         """Count the current task as an open request until the task is done, because its answer is written by then."""
         task = asyncio.current_task()
         assert task is not None
-        self._open.add(task)
+        self.hold(task)
+        task.add_done_callback(self._done)
+
+    def hold(self, held: asyncio.Task[Any] | asyncio.BaseProtocol) -> None:
+        """Wait for a request, or for a connection on which one is to come or an answer to be read, until `release`."""
+        self._open.add(held)
         if not self._has_failed:
             self._over.clear()
-        task.add_done_callback(self._done)
+
+    def release(self, held: asyncio.Task[Any] | asyncio.BaseProtocol) -> None:
+        """Wait no longer for what `hold` was called with; inert for anything else."""
+        self._open.discard(held)
+        if not self._open:
+            self._over.set()
 
     def fail(self) -> None:
         """A part of the gateway has failed: end the grace period, present or to come."""
@@ -52,19 +63,18 @@ class Ending:
         return True
 
     async def wait(self, grace_s: float) -> None:
-        """Return once no request is open, after `grace_s`, or at `fail`; requests left then are cancelled."""
+        """Return once nothing is open, after `grace_s`, or at `fail`; requests left then are cancelled."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._over.wait()
         for task in self._open:
-            self._told.add(task)
-            task.cancel()
+            if isinstance(task, asyncio.Task):
+                self._told.add(task)
+                task.cancel()
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self._open.discard(task)
         self._told.discard(task)
-        if not self._open:
-            self._over.set()
+        self.release(task)
 
 
 ENDING: Final = web.AppKey("ending", Ending)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ssl
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from common.contract.errors import OperatorError
+from common.runtime.clock import Clock, monotonic
 from gateway.web.watched_files import WatchedFiles
 
 
@@ -19,7 +19,7 @@ class ServerTls:
         certificate: Path,
         key: Path,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = monotonic,
         reloaded: Callable[[bool], None] = lambda good: None,
     ) -> None:
         """`certificate` contains the chain, the server's own certificate first; the rest is as in `WatchedFiles`.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from common.contract.errors import OperatorError
+from common.runtime.clock import Clock, monotonic
 
 CHECK_INTERVAL_S: Final = 1.0
 """Least seconds between two checks of the files; they are checked when they are needed."""
@@ -28,7 +28,7 @@ class WatchedFiles(Generic[T]):
         paths: Sequence[Path],
         read: Callable[[], T],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = monotonic,
         reloaded: Callable[[bool], None] = lambda good: None,
     ) -> None:
         """`read` reads the files or raises `OperatorError`, as this does then. `reloaded` is called with the outcome of

@@ -22,6 +22,11 @@ from gateway.workers.worker_view import Given, WorkerView
 
 log = logging.getLogger(__name__)
 
+_TOGETHER_S = 3.0
+"""Seconds after the opening of a decode worker's session in which others that were lost may follow. Workers that were
+lost together begin to start, or can be reached again, at the same time, and so are back within a few seconds."""
+_EXPECTED_S = 600.0
+"""Seconds after its loss for which a worker is expected back: a large model takes minutes to load."""
 _NO_ROOM_S = 1.0
 """Seconds after which a worker that had no room for a running sequence is asked again, although it holds no less."""
 
@@ -67,6 +72,8 @@ class Registry:
         """Times that a new incarnation of a worker was met at its address, by role."""
         self.epoch = 0
         """Counter of events that may have changed which workers are usable."""
+        self._coming_back = (-1, -math.inf)
+        """The epoch in which `coming_back_until` was found out last, and its value."""
         self._table: LoadTable | None = None
         """None until it is asked for, after the set of workers has changed."""
         self._changed: set[WorkerView] = set()
@@ -97,9 +104,10 @@ class Registry:
         del self.workers[address]
         self._forget_table()
 
-    def opened(self, address: str, incarnation: Incarnation, welcome: Welcome) -> None:
+    def opened(self, address: str, incarnation: Incarnation, welcome: Welcome, now: float = 0.0) -> None:
         """Open a session. Raises `FingerprintMismatchError` if the worker must not be used."""
         worker = self.workers[address]
+        worker.opened_at = now
         worker.incarnation, worker.welcome, worker.load = incarnation, welcome, None
         worker.session = next(self._sessions)
         worker.forget_given()
@@ -117,9 +125,10 @@ class Registry:
         if worker.refused is not None:
             raise FingerprintMismatchError(worker.refused)
 
-    def lost(self, address: str) -> None:
+    def lost(self, address: str, now: float = 0.0) -> None:
         """End a worker's session."""
         worker = self.workers[address]
+        worker.lost_at = now
         worker.incarnation = worker.welcome = worker.load = None
         worker.forget_given()
         worker.refused = None
@@ -151,8 +160,8 @@ class Registry:
         worker.stalled = worker.stalled or stalls
         self._changed.add(worker)
         self._update_table()
-        if worker.available != was_available:
-            self._refit()
+        if worker.available != was_available or (before is None and worker.role is Role.DECODE):
+            self._refit()  # the first one tells how many places it has
         return stalls
 
     def declined(self, address: str) -> None:
@@ -204,6 +213,19 @@ class Registry:
             for behind in itertools.islice(worker.unseen, index, None):
                 if behind.at < now:
                     behind.at = now
+
+    def coming_back_until(self) -> float:
+        """Until when decode workers are coming back, unless the epoch changes: the session of one opened a moment ago,
+        and others that were lost not long before that have none yet. In the past if none are."""
+        epoch, until = self._coming_back
+        if epoch != self.epoch:
+            listed = [worker for worker in self.workers.values() if worker.role is Role.DECODE and worker.listed]
+            opened_at = max((worker.opened_at for worker in listed if worker.usable), default=-math.inf)
+            losses = [worker.lost_at for worker in listed if worker.incarnation is None]
+            lost_at = max((at for at in losses if at < opened_at), default=-math.inf)
+            until = min(opened_at + _TOGETHER_S, lost_at + _EXPECTED_S)
+            self._coming_back = self.epoch, until
+        return until
 
     @property
     def table(self) -> LoadTable:

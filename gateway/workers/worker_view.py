@@ -38,6 +38,10 @@ class WorkerView:
     """Set while the worker's session is open."""
     session: int = 0
     """Number of its last session, counted over all workers: a larger number means that the session began later."""
+    opened_at: float = -math.inf
+    """When its last session began; monotonic seconds."""
+    lost_at: float = -math.inf
+    """When its last session ended."""
     last_incarnation: Incarnation | None = None
     """The last incarnation that had an open session. Requests are counted per incarnation."""
     restarts: int = 0

@@ -140,10 +140,10 @@ async def settled(stage: Theatre, dispatcher: Dispatcher, registry: Registry) ->
     TCP it may also end a source, which is then started again."""
     in_a_row = 0
     while in_a_row < 3:
-        before = sum(dispatcher.recovery.failovers.values())
+        before = sum(dispatcher.recovery.tally.failures.values())
         async with asyncio.timeout(60):
             await asker(dispatcher)(FILLER[:40])
-        in_a_row = in_a_row + 1 if sum(dispatcher.recovery.failovers.values()) == before else 0
+        in_a_row = in_a_row + 1 if sum(dispatcher.recovery.tally.failures.values()) == before else 0
         if any(actor.process.popen.poll() is not None for actor in stage.actors):
             await recovered(stage, dispatcher, registry)
             in_a_row = 0
@@ -217,6 +217,32 @@ async def test_the_stream_goes_on(stage: Theatre, references: References, fault:
     stage.workers().wait_for_baseline()
 
 
+@begun_anew_if_collapsed
+async def test_a_stream_leaves_a_decode_worker_that_reaches_no_prefill_worker(
+    stage: Theatre, references: References
+) -> None:
+    """The gateway reaches all of them, and D1 is the emptiest decode worker until the end."""
+    stage.revive()
+    async with stage.dispatcher(patience_s=20.0) as (dispatcher, registry):
+        ask = asker(dispatcher)
+        expected = await references("greedy", ask, PROMPT)
+        with avoided(registry, *[stage.d2.process] * 4):
+            await settled(stage, dispatcher, registry)
+            failures, local = dispatcher.recovery.tally.failures, dispatcher.placement.num_local_prefills
+            before = failures.total(), local.total()
+            stage.befallen = True
+            for source in (stage.p1, stage.p2):
+                stage.d1.host.cut_from(source.host)
+            try:
+                async with asyncio.timeout(60):
+                    answered = await ask(PROMPT)
+            finally:
+                stage.d1.host.heal()
+        assert (answered.tokens, answered.reasons) == (expected, ["length"])
+        assert (failures.total(), local.total()) == (before[0] + 1, before[1]), "one at D1, and D2 could read"
+    stage.workers().wait_for_baseline()
+
+
 async def test_a_worker_that_is_left_draining_serves_the_next_test(stage: Theatre) -> None:
     async with stage.dispatcher() as (dispatcher, registry):
         dispatcher.links.tell(stage.d1.address, drain=True)
@@ -238,7 +264,7 @@ async def test_a_reset_while_tokens_flow_restarts_nobody(stage: Theatre, referen
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
             await settled(stage, dispatcher, registry)
             traffic = dispatcher.links._links[d1.address].traffic
-            before = traffic.sessions_lost, sum(dispatcher.recovery.failovers.values())
+            before = traffic.sessions_lost, sum(dispatcher.recovery.tally.failures.values())
             num_resets = num_resyncs = 0
 
             def opened_again() -> bool:
@@ -260,7 +286,7 @@ async def test_a_reset_while_tokens_flow_restarts_nobody(stage: Theatre, referen
                 answers = await asyncio.gather(*tasks)
                 await until(opened_again, "the session is not opened again")
                 assert all((each.tokens, each.reasons) == (expected, ["length"]) for each in answers)
-        assert (traffic.sessions_lost, sum(dispatcher.recovery.failovers.values())) == before
+        assert (traffic.sessions_lost, sum(dispatcher.recovery.tally.failures.values())) == before
         await recovered(stage, dispatcher, registry)
     stage.workers().wait_for_baseline()
 

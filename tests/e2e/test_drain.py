@@ -180,7 +180,7 @@ async def test_a_stream_moves_and_computes_nothing_again(stage: Stage, length: i
         assert len(numbers) == (LONG["max_tokens"] if "logprobs" in sampling else 0)
         assert [each.logprob for each in numbers] == pytest.approx([each.logprob for each in wanted], abs=1e-3)
         assert computed_by(stage.workers) == computed, "something was computed again"
-        assert dispatcher.recovery.moves == {"moved": 1}
+        assert dispatcher.recovery.tally.moves == {"moved": 1}
         assert other.metric("baton_move_tail_blocks_total") - tail <= 2, "the pause grows with the sequence"
         await until(lambda: leaving.state()["safe_to_delete"], "it is not drained")
         assert leaving.state()["phase"] == "drained"
@@ -200,7 +200,7 @@ async def test_every_choice_moves_by_itself(stage: Stage) -> None:
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
         assert computed_by(stage.workers) == computed
-        assert dispatcher.recovery.moves == {"moved": 3}
+        assert dispatcher.recovery.tally.moves == {"moved": 3}
 
 
 async def test_a_worker_whose_engine_hangs_gets_nothing_until_it_steps(
@@ -215,7 +215,7 @@ async def test_a_worker_whose_engine_hangs_gets_nothing_until_it_steps(
             monkeypatch.setattr(registry, "_stall_s", 3.0)
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
-        assert dispatcher.recovery.failovers == {Cause.WORKER_LOST: 1}
+        assert dispatcher.recovery.tally.failures == {Cause.WORKER_LOST: 1}
         assert not hung.usable
         await until(lambda: leaving.state()["running"] == 0, "its requests were not taken away")
         assert leaving.process.metric("baton_engine_step_age_seconds") > 3.0
@@ -254,8 +254,8 @@ async def test_sigterm_drains(stage: Stage) -> None:
             found = await asyncio.wait_for(task, 60)
         assert found.tokens == expected.tokens
         assert await asyncio.to_thread(leaving.process.wait) == 0
-        assert dispatcher.recovery.moves == {"moved": 1}
-        assert not dispatcher.recovery.failovers
+        assert dispatcher.recovery.tally.moves == {"moved": 1}
+        assert not dispatcher.recovery.tally.failures
         leaving.start()
         leaving.ready()
         stage.workers.decode[0] = leaving.process
@@ -310,7 +310,7 @@ async def test_a_prefill_worker_that_drains_hands_its_queue_back(
             leaving.open("step")
             found = await asyncio.wait_for(asyncio.gather(*tasks), 60)
             assert [each.tokens for each in found] == [each.tokens for each in expected]
-            assert dispatcher.recovery.failovers[Cause.DRAINING] > 0
+            assert dispatcher.recovery.tally.failures[Cause.DRAINING] > 0
             await until(lambda: leaving.state()["safe_to_delete"], "it is not drained")
     finally:
         started = Workers(long_context, workers.prefill)

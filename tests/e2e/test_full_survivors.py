@@ -102,7 +102,7 @@ async def test_every_stream_of_a_dead_worker_goes_on_where_there_is_no_room(
                     going_on.remove(stream)
             for stream in orphans:
                 assert stream.tokens == await stream.expected()
-            assert dispatcher.recovery.failovers[Cause.WORKER_LOST] >= len(orphans)
+            assert dispatcher.recovery.tally.failures[Cause.WORKER_LOST] >= len(orphans)
             assert f"elsewhere: {Cause.CAPACITY}" not in caplog.text, "they are not refused"
     finally:
         workers.signal()

@@ -176,7 +176,7 @@ async def test_another_worker_goes_on_where_the_client_is(checkpoint: Callable[[
         assert lost, "nothing was lost"
         assert (len(told), len(output)) == (LENGTH - 1, 3)
         # The decode worker may tell of it before the gateway knows, and then the next attempt begins there once more.
-        assert 1 <= dispatcher.recovery.failovers.total() <= 2
+        assert 1 <= dispatcher.recovery.tally.failures.total() <= 2
         again = replace(asked, prompt_logprobs=None)
         assert [t async for d in dispatcher.generate(again) if isinstance(d, Delta) for t in d.token_ids] == output
         whole = replace(asked, cache_salt="other")

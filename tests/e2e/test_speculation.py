@@ -64,7 +64,7 @@ async def test_drafts_change_nothing_that_clients_see(main_pool: Workers, pool: 
             for index, each in zip(order, got, strict=True):
                 assert (each.tokens, each.reasons) == (expected[index].tokens, expected[index].reasons), index
                 assert logprobs_of(each) == pytest.approx(logprobs_of(expected[index]), abs=1e-4), index
-        assert dispatcher.tally.num_gaps == 0, "a token overtook those before it"
+        assert dispatcher.recovery.tally.num_gaps == 0, "a token overtook those before it"
     drafted = sum(worker.metric("vllm:spec_decode_num_draft_tokens_total") for worker in drafting.decode)
     right = sum(worker.metric("vllm:spec_decode_num_accepted_tokens_total") for worker in drafting.decode)
     assert 200 < right < drafted - 200, "tokens were drafted that were right, and some that were wrong"
@@ -110,7 +110,7 @@ async def test_what_a_draft_model_says_changes_nothing(
             for index, each in zip(order, got, strict=True):
                 assert (each.tokens, each.reasons) == (expected[index].tokens, expected[index].reasons), index
                 assert logprobs_of(each) == pytest.approx(logprobs_of(expected[index]), abs=1e-4), index
-        assert dispatcher.tally.num_gaps == 0, "a token overtook those before it"
+        assert dispatcher.recovery.tally.num_gaps == 0, "a token overtook those before it"
     [worker] = drafting.decode
     drafted = worker.metric("baton_draft_tokens_total", proposer="draft")
     right = sum(
@@ -198,7 +198,7 @@ async def test_drafts_change_nothing_where_a_worker_goes_away(
                 assert dispatcher.links.tell(leaving.facts["control"], drain=True)
             before = num_right(staying)
             got = await asyncio.gather(*answers)
-            moves = dict(dispatcher.recovery.moves)
+            moves = dict(dispatcher.recovery.tally.moves)
         assert [(each.tokens, each.reasons) for each in got] == [(each.tokens, each.reasons) for each in expected]
         if fault == "drain":
             assert moves["moved"] > 0

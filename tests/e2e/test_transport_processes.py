@@ -13,7 +13,6 @@ import pytest
 from transport_sink import Sink
 from transport_source import END_BOUND_S, SourceProcess
 
-from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
 from kv_transfer.events import AddSource, DropSource, Serve
 from kv_transfer.routes import Way
@@ -51,7 +50,7 @@ def make_sink(wire: str) -> Sink:
     return Sink(wire.partition("-")[0], NUM_BLOCKS, BLOCK_BYTES)
 
 
-async def stall_mid_read(wire: str, source: SourceProcess, sink: Sink) -> asyncio.Future[TransferError | None]:
+async def stall_mid_read(wire: str, source: SourceProcess, sink: Sink) -> asyncio.Future[str | None]:
     """Freeze the source in the middle of a read; the read, verified to be unfinished."""
     sink.mover.carry_out(AddSource(source.incarnation, source.metadata))
     if wire == "nixl":
@@ -97,8 +96,8 @@ async def assert_reads_well(sink: Sink, source: SourceProcess) -> None:
 async def assert_read_fails(sink: Sink, incarnation: Incarnation) -> str:
     """Read one block from a source that is gone; the message."""
     error = await sink.end_of(sink.read(incarnation, [0], [0]))
-    assert isinstance(error, TransferError)
-    return str(error)
+    assert error
+    return error
 
 
 WAYS = {"nixl": Way.SHARED_MEMORY, "nixl-tcp": Way.TCP, "zmq": Way.ZMQ}
@@ -163,7 +162,7 @@ async def test_a_frozen_source_that_nobody_drops(wire: str, source: SourceProces
         try:
             read = await stall_mid_read(wire, source, sink)
             if wire == "zmq":
-                assert isinstance(await sink.end_of(read), TransferError)
+                assert await sink.end_of(read) is not None
                 sink.cache.poison()
             else:
                 await asyncio.sleep(1)
@@ -183,7 +182,7 @@ async def test_a_fenced_read_writes_nothing_when_its_source_wakes(wire: str) -> 
         async with make_sink(wire) as sink:
             read = await stall_mid_read(wire, source, sink)
             sink.mover.carry_out(DropSource(source.incarnation))
-            assert isinstance(await sink.end_of(read), TransferError)
+            assert await sink.end_of(read) is not None
             sink.cache.poison()
             source.thaw()
             await assert_nothing_lands(sink)
@@ -198,11 +197,11 @@ async def test_close_ends_a_stalled_read(wire: str) -> None:
         async with make_sink(wire) as sink:
             read = await stall_mid_read(wire, source, sink)
             await sink.mover.close()
-            assert isinstance(await read, TransferError)
+            assert await read is not None
             sink.cache.poison()
             source.thaw()
             await assert_nothing_lands(sink)
-            assert isinstance(await sink.end_of(sink.read(source.incarnation, [0], [0])), TransferError)
+            assert await sink.end_of(sink.read(source.incarnation, [0], [0])) is not None
 
 
 async def test_a_source_killed_mid_read_and_its_successor(wire: str, source: SourceProcess) -> None:
@@ -211,7 +210,7 @@ async def test_a_source_killed_mid_read_and_its_successor(wire: str, source: Sou
         async with make_sink(wire) as sink:
             read = await stall_mid_read(wire, dead, sink)
             dead.kill()
-            assert isinstance(await sink.end_of(read), TransferError)
+            assert await sink.end_of(read) is not None
             await assert_nothing_lands(sink)
 
             sink.mover.carry_out(DropSource(dead.incarnation))
@@ -238,7 +237,7 @@ async def test_a_bad_request_harms_no_other(wire: str, source: SourceProcess) ->
             sink.read(source.incarnation, [], []),
         ]
         for read in refused:
-            assert isinstance(await sink.end_of(read), TransferError)
+            assert await sink.end_of(read) is not None
         assert sink.cache.is_poisoned(EVERY_BLOCK)
         await assert_reads_well(sink, source)
 

@@ -15,11 +15,10 @@ from common.runtime.fence import AttemptFence
 from decode_worker.migration import Departures
 from decode_worker.request import DecodeChoice
 from decode_worker.sequences import Sequences
-from kv_transfer import pull as pulls
-from kv_transfer.events import Unpinned
+from kv_transfer.events import Released, Unpinned
 from kv_transfer.lease import Lease
 from kv_transfer.lease_table import LeaseTable
-from kv_transfer.pull import Pull, PullState
+from kv_transfer.pull import Pull, PullAction, PullState
 
 
 class EarlyReuse(LeaseTable):
@@ -48,7 +47,7 @@ class EarlyReuse(LeaseTable):
 class NoSettle(Pull):
     """Admits what it has read as soon as it has read it."""
 
-    def _settle_if_read(self) -> list[pulls.PullAction]:
+    def _settle_if_read(self) -> list[PullAction]:
         actions = super()._settle_if_read()
         if self.state is not PullState.SETTLING:
             return actions
@@ -89,14 +88,14 @@ class ForgetfulSettle(LeaseTable):
 class NoQuarantine(Pull):
     """Gives up all of its blocks at once, those under an unfinished read too."""
 
-    def abandon(self, cause: Any, message: str) -> list[pulls.PullAction]:
+    def abandon(self, cause: Any, message: str) -> list[PullAction]:
         actions = super().abandon(cause, message)
         under_read = self.quarantined
-        return [pulls.Release(under_read), *actions] if actions and under_read else actions
+        return [Released(under_read), *actions] if actions and under_read else actions
 
-    def read_done(self, start: int, error: str | None) -> list[pulls.PullAction]:
+    def read_done(self, start: int, error: str | None) -> list[PullAction]:
         gone = self.state is PullState.ABANDONED
-        return [each for each in super().read_done(start, error) if not (gone and isinstance(each, pulls.Release))]
+        return [each for each in super().read_done(start, error) if not (gone and isinstance(each, Released))]
 
 
 class EarlyCut(Departures):

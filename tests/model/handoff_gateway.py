@@ -91,7 +91,7 @@ class Gateway:
                 self.place(want)
 
     def place(self, want: Want) -> None:
-        """As `gateway.dispatch.router` and `gateway.dispatch.candidates` would, with no load anywhere."""
+        """As `gateway.dispatch.router` would, with no load anywhere."""
         decodes = self.usable(Role.DECODE)
         prefills = [life for life in self.usable(Role.PREFILL) if life not in want.avoid]
         if not decodes or not self.flow.running:

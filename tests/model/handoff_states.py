@@ -184,7 +184,7 @@ _PLAIN = frozenset({int, str, bool, float, type(None), bytes})
 _NO_DIFFERENCE: dict[type, str] = {
     Agenda: "now _due _actions _deciding",
     Attempt: "generation _tally",
-    DecodeCore: "settings engine totals",
+    DecodeCore: "settings engine totals _policy",
     DecodePlan: "number decoding",
     DecodeRequest: "chain order story deadline",
     DecodeScheduler: "_pool _policy",
@@ -203,7 +203,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     PrefillRequest: "urgency block_hashes story deadline",
     PrefillScheduler: "_pool _costs _num_admitted num_prefix_queried num_prefix_hit",
     Pull: "story",
-    Arrivals: "_pool num_tail_blocks",
+    Arrivals: "_pool _policy num_tail_blocks",
     Departures: "_pool num_moved",
     Sequences: "_pool _policy",
     SwapSpace: "_policy _costs num_swapped",

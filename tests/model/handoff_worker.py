@@ -274,7 +274,8 @@ class Worker:
         step = Step()
         self.core.scheduler.preemption.preempt(request, step, 0.0)
         for each in step.revoked:
-            self.core.pulls.revoke(each.pull)
+            assert each.pull is not None
+            each.pull.revoke()
         self._happens(Ticked())
 
     # --- carrying out --------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from common.engine.native import Kernels
 from common.engine.native.backend import NativeBackend
 from common.engine.ragged import Rows
 from common.engine.runner import ModelRunner, load_runner
-from common.engine.sequence import Sequence, finish_reason
+from common.engine.sequence import TokenSequence, finish_reason
 from common.engine.weights import load_weights
 
 torch.set_num_threads(1)
@@ -98,7 +98,7 @@ def generate(runner: ModelRunner, requests: list[list[int]], sampling: SamplingP
     """Run `requests` to their ends: each step decodes what can decode and fills `CHUNK` tokens with prompts."""
     pool = BlockPool(runner.cache.num_blocks)
     sequences = [
-        Sequence(RequestKey(RequestId(f"r{index}"), 1), 0, list(prompt), len(prompt), sampling)
+        TokenSequence(RequestKey(RequestId(f"r{index}"), 1), 0, list(prompt), len(prompt), sampling)
         for index, prompt in enumerate(requests)
     ]
     running = list(sequences)
@@ -133,7 +133,7 @@ def generate(runner: ModelRunner, requests: list[list[int]], sampling: SamplingP
     return [sequence.token_ids[sequence.prompt_len :] for sequence in sequences]
 
 
-def slice_of(runner: ModelRunner, pool: BlockPool, sequence: Sequence, num: int) -> Slice:
+def slice_of(runner: ModelRunner, pool: BlockPool, sequence: TokenSequence, num: int) -> Slice:
     start, end = sequence.num_computed, sequence.num_computed + num
     needed = runner.layout.blocks_for(end) - len(sequence.block_table)
     sequence.block_table.extend(pool.allocate(needed))

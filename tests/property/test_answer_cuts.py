@@ -178,8 +178,8 @@ def test_arguments_are_what_json_takes(value: Any, at: int, instead: str) -> Non
     assert valid == (loaded and text.rstrip(" \n\t") == text)
 
 
-def split(pieces: Sequence[str], opened: bool) -> tuple[str, str]:
-    splitter = ReasoningSplitter(opened)
+def split(pieces: Sequence[str], opened: bool, formatted: bool) -> tuple[str, str]:
+    splitter = ReasoningSplitter(opened, formatted)
     parts = [part for piece in pieces for part in splitter.push(piece)] + splitter.finish()
     assert all(text for _, text in parts)
     kinds = [part for part, _ in parts]
@@ -187,7 +187,7 @@ def split(pieces: Sequence[str], opened: bool) -> tuple[str, str]:
     return tuple("".join(text for part, text in parts if part is each) for each in (Part.REASONING, Part.ANSWER))  # type: ignore[return-value]
 
 
-blanks = st.text(st.sampled_from(" \n\t"), max_size=3)
+blanks = st.text(st.sampled_from(" \n\t"), max_size=3) | st.sampled_from(["\n\n", "\n\n\n"])
 thoughts = st.tuples(
     blanks,
     st.sampled_from([OPENING, "<think", ""]),
@@ -201,17 +201,18 @@ thoughts = st.tuples(
 
 
 @settings(deadline=None)
-@given(text=thoughts | garbage, ends=cuts, opened=st.booleans())
-def test_any_cut_gives_the_same_reasoning(text: str, ends: list[int], opened: bool) -> None:
-    whole = split([text], opened)
-    assert split(cut(text, ends), opened) == whole
-    assert split(list(text), opened) == whole
+@given(text=thoughts | garbage, ends=cuts, opened=st.booleans(), formatted=st.booleans())
+def test_any_cut_gives_the_same_reasoning(text: str, ends: list[int], opened: bool, formatted: bool) -> None:
+    whole = split([text], opened, formatted)
+    assert split(cut(text, ends), opened, formatted) == whole
+    assert split(list(text), opened, formatted) == whole
     start = text.lstrip()
     if opened or start.startswith(OPENING):
         thought, closing, answer = start.removeprefix(OPENING).lstrip().partition(CLOSING)
         if opened and len(start) < len(OPENING) and OPENING.startswith(start):
             assert whole == (text, "")
         else:
-            assert whole == (thought.rstrip() if closing else thought, answer.lstrip())
+            kept = answer.removeprefix("\n").removeprefix("\n") if formatted else answer.lstrip()
+            assert whole == (thought.rstrip() if closing else thought, kept)
     else:
         assert whole == ("", text)

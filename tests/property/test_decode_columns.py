@@ -19,7 +19,7 @@ from common.contract.messages.worker import StepTokens
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Samples
 from common.engine.ragged import Rows
-from common.engine.sequence import Sequence, finish_reason
+from common.engine.sequence import TokenSequence, finish_reason
 from decode_worker.columns import DecodeColumns, Decoding
 from decode_worker.request import ChoiceStage, DecodeChoice
 from decode_worker.step_tokens import StepReport
@@ -64,7 +64,7 @@ class Game:
         subject = request(f"r{num}", self.choose([1, 3, 4, 5, 30]))
         subject.gateway = Incarnation(self.choose(["g", "g", "h"]))
         token_ids = [*subject.work.token_ids, 7]
-        sequence = Sequence(subject.key, num % 3, token_ids, len(token_ids) - 1, sampling, len(token_ids) - 1)
+        sequence = TokenSequence(subject.key, num % 3, token_ids, len(token_ids) - 1, sampling, len(token_ids) - 1)
         choice = DecodeChoice(subject, sequence, subject.chain, num, 0.5, Handle(num), stage=ChoiceStage.RUNNING)
         choice.num_sent = self.choose([0, len(token_ids), len(token_ids)])
         self.running.append(choice)

@@ -8,8 +8,7 @@ owned twice or lost, no budget is exceeded, and in the end everyone who did not 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from prompt_pulls import pull_of_prompt
 from slow_slices import decode_slices, slices_of
 from step_tokens import handles
 
@@ -44,7 +44,7 @@ NUM_BLOCKS = 12
 FEWEST_BLOCKS = 6
 """Those of one sequence: several choices of a long prompt have room one after another."""
 MAX_SEQUENCE_TOKENS = 13
-Choose = Callable[[Seq[Any]], Any]
+Choose = Callable[[Sequence[Any]], Any]
 AT = Source(address="p:1", incarnation=Incarnation("p"))
 Content = tuple[Any, ...]
 """A salt and the tokens up to this one."""
@@ -52,7 +52,7 @@ Content = tuple[Any, ...]
 
 def offered(work: Decode, computed: bool) -> Pull:
     """A pull whose source has opened its offer, and may have computed the prompt already."""
-    pull = Pull(work.key, AT)
+    pull = pull_of_prompt(work.key, AT)
     pull.attach()
     num_blocks = -(-len(work.token_ids) // BLOCK_SIZE)
     pull.blocks_ready(ready(work, num_blocks, num_ready=num_blocks if computed else 0))
@@ -84,7 +84,7 @@ def ready(work: Decode, num_blocks: int, *, num_ready: int) -> BlocksReady:
 class Write:
     """What a step does to one slot, as it was told when it began."""
 
-    def __init__(self, table: Seq[int], salt: str, tokens: Seq[int], position: int) -> None:
+    def __init__(self, table: Sequence[int], salt: str, tokens: Sequence[int], position: int) -> None:
         self.block, self.slot = table[position // BLOCK_SIZE], position % BLOCK_SIZE
         self.before = [(table[at // BLOCK_SIZE], at % BLOCK_SIZE) for at in range(position)]
         self.expected = [(salt, *tokens[: at + 1]) for at in range(position)]
@@ -109,7 +109,7 @@ class Drafts:
         self.traffic = traffic
         self.num_right = 0
 
-    def plan(self, decodes: Seq[DecodeChoice], most: int) -> DraftPlan:
+    def plan(self, decodes: Sequence[DecodeChoice], most: int) -> DraftPlan:
         drafts, pick = {}, self.traffic.pick
         for choice in decodes:
             sequence = choice.sequence
@@ -125,7 +125,7 @@ class Drafts:
     def draft_work(self, *planned: object) -> None:
         """There is no draft model."""
 
-    def would_draft(self, decodes: Seq[DecodeChoice], num_left: Callable[[DecodeChoice], int]) -> bool:
+    def would_draft(self, decodes: Sequence[DecodeChoice], num_left: Callable[[DecodeChoice], int]) -> bool:
         return bool(self.traffic.pick([False, True]))
 
 
@@ -465,7 +465,7 @@ class Traffic:
         self.ask_masks(request.choices)
         self.close_if_finished(request)
 
-    def ask_masks(self, choices: Seq[DecodeChoice]) -> None:
+    def ask_masks(self, choices: Sequence[DecodeChoice]) -> None:
         """Those that have a grammar, and a token more, are in no step for a while; or for none, if it is known at once
         what they may go on with."""
         for choice in choices:

@@ -148,9 +148,10 @@ def test_a_stray_byte_changes_nothing_before_it_nor_behind_it() -> None:
     assert "".join(texts_) + rest == "hello漢字漢字\ufffd hello"
 
 
-def naive(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The definition: the first character at which the text so far ends with a stop string, the longest of them."""
-    for end in range(len(text) + 1):
+def naive(text: str, stops: list[str], num_free: int = 0) -> tuple[str, bool]:
+    """The definition: the first character at which the text so far ends with a stop string, the longest of them. It is
+    none of the first `num_free`."""
+    for end in range(num_free + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             return text[: end - max(map(len, ending))], True
@@ -161,14 +162,18 @@ def naive(text: str, stops: list[str]) -> tuple[str, bool]:
 @given(
     st.lists(st.text("abc", max_size=4), max_size=20),
     st.lists(st.text("abc", min_size=1, max_size=6), max_size=4),
+    st.integers(0, 20),
 )
-@example(["aab", "aab", "aac"], ["aabaac"])
-@example(["abcd"[:3]], ["abc", "bc"])
-def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str]) -> None:
+@example(["aab", "aab", "aac"], ["aabaac"], 0)
+@example(["abcd"[:3]], ["abc", "bc"], 0)
+@example(["a", "b"], ["ab"], 1)
+@example(["aa", "a"], ["aa"], 1)
+def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str], num_free: int) -> None:
+    """Also where the first `num_free` parts can complete none."""
     finder = StopStrings(StopTables(stops))
     out, seen, stopped = "", "", False
-    for part in parts:
-        passed, stopped = finder.push(part)
+    for number, part in enumerate(parts):
+        passed, stopped = finder.push(part, may_end=number >= num_free)
         out, seen = out + passed, seen + part
         if stopped:
             break
@@ -177,19 +182,27 @@ def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str])
         assert held == max(possible, default=0), "held back exactly what may begin a stop string"
     if not stopped:
         out += finder.flush()
-    assert (out, stopped) == naive("".join(parts), stops)
+    assert (out, stopped) == naive("".join(parts), stops, len("".join(parts[:num_free])))
 
 
 @settings(deadline=None)
 @given(
-    token_ids=st.lists(st.sampled_from([*encode("hello 日本語 😀 the end"), BYTES[0xE4], BYTES[0xFF], 0]), max_size=40),
+    token_ids=st.lists(
+        st.sampled_from(
+            [*encode("hello 日本語 😀 the end"), *(BYTES[byte] for byte in b"helo"), BYTES[0xE4], BYTES[0xFF], 0]
+        ),
+        max_size=40,
+    ),
     stops=st.lists(
-        st.sampled_from(["hel", "lo", "本語", "😀 t", "\ufffd", "o 日", "d", " the en"]), max_size=3, unique=True
+        st.sampled_from(["hel", "lo", "lolo", "本語", "😀 t", "\ufffd", "o 日", "d", " the en"]),
+        max_size=3,
+        unique=True,
     ),
     tokens_per_delta=st.integers(1, 5),
     finish_reason=st.sampled_from(["stop", "length"]),
-    min_tokens=st.sampled_from([0, 0, 3]),
+    min_tokens=st.sampled_from([0, 0, 1, 3]),
 )
+@example(token_ids=[BYTES[0x6C], BYTES[0x6F]], stops=["lo"], tokens_per_delta=1, finish_reason="length", min_tokens=1)
 def test_a_choice_ends_at_its_first_stop_string(
     token_ids: list[int], stops: list[str], tokens_per_delta: int, finish_reason: FinishReason, min_tokens: int
 ) -> None:
@@ -206,13 +219,10 @@ def test_a_choice_ends_at_its_first_stop_string(
             break
 
     settled, rest = pieces(BYTE_LEVEL, token_ids)
-    before = "".join(settled[:min_tokens])
-    if len(token_ids) <= min_tokens:
-        assert (out, num_tokens, reason) == (before + rest, len(token_ids), finish_reason)
-        return
-    searched = settled[min_tokens:]
-    text, stopped = naive("".join(searched) + rest, stops)
-    ends = [count for count in range(1, len(searched) + 1) if naive("".join(searched[:count]), stops)[1]]
-    assert out == before + text
+    whole = "".join(settled) + rest
+    num_free = len("".join(settled[:min_tokens])) if len(token_ids) > min_tokens else len(whole)
+    text, stopped = naive(whole, stops, num_free)
+    ends = [count for count in range(len(settled) + 1) if naive("".join(settled[:count]), stops, num_free)[1]]
+    assert out == text
     assert reason == ("stop" if stopped else finish_reason)
-    assert num_tokens == (min_tokens + ends[0] if ends else len(token_ids))
+    assert num_tokens == (ends[0] if ends else len(token_ids))

@@ -808,10 +808,10 @@ class World:
         for process in self.processes.values():
             assert not process.jobs, (process.address, [job.work.key for job in process.jobs.values()])
         recovery = self.gateway.recovery
-        self.count["retried"] += sum(recovery.failovers.values())
+        self.count["retried"] += sum(recovery.tally.failures.values())
         self.count["tried in a group"] += recovery.trials[Suspicion.GROUP]
         self.count["tried alone"] += recovery.trials[Suspicion.ALONE]
-        self.count["stayed"] += recovery.moves["stayed"]
+        self.count["stayed"] += recovery.tally.moves["stayed"]
         self.count["refused as poison"] += sum(
             not task.cancelled() and task.result() is Cause.POISON for task in self.tasks.values()
         )

@@ -8,8 +8,7 @@ fail: it finds out every broken pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,7 +32,7 @@ Contents = tuple[str, tuple[int, ...]]
 
 
 @dataclass(eq=False)
-class Sequence:
+class HeldTokens:
     """Tokens, the blocks for them, and which of these blocks are computed."""
 
     salt: str
@@ -67,7 +66,7 @@ class Step:
     """What the device reads and writes until the step ends, whatever becomes of the sequences meanwhile."""
 
     reads: dict[int, Contents] = field(default_factory=dict)
-    writes: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    writes: list[tuple[HeldTokens, int, int]] = field(default_factory=list)
     """(sequence, index, block)."""
 
     def uses(self, block: int) -> bool:
@@ -81,7 +80,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = pool(NUM_BLOCKS)
         self.memory: dict[int, Contents] = {}
-        self.sequences: list[Sequence] = []
+        self.sequences: list[HeldTokens] = []
         self.steps: dict[int, Step] = {}
         self.names: dict[Contents, int] = {}
         self.num_evicted = 0
@@ -130,7 +129,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 else:
                     self.idle.append(block)
 
-    def complete(self, sequence: Sequence) -> None:
+    def complete(self, sequence: HeldTokens) -> None:
         """Give `sequence` the blocks that it lacks; or else it goes, and so does the oldest, which is in the way."""
         if sequence.num_missing > self.pool.num_free:
             event("no room")
@@ -147,7 +146,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(salt=SALT, token_ids=PROMPT)
     def admit(self, salt: str, token_ids: list[int]) -> None:
-        sequence = Sequence(salt, token_ids)
+        sequence = HeldTokens(salt, token_ids)
         matched = self.pool.match(sequence.chain.hashes)
         event(f"{len(matched)} blocks matched")
         for index, block in enumerate(matched):
@@ -173,7 +172,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """One more sequence goes on from the computed blocks of another, without any match."""
         parent = data.draw(st.sampled_from(self.sequences))
         num_leading = next(index for index in range(len(parent.block_table) + 1) if index not in parent.computed)
-        child = Sequence(parent.salt, parent.token_ids[: num_leading * BLOCK_SIZE] + token_ids)
+        child = HeldTokens(parent.salt, parent.token_ids[: num_leading * BLOCK_SIZE] + token_ids)
         child.hold(parent.block_table[:num_leading])
         self.share(child.block_table)
         self.complete(child)
@@ -311,7 +310,7 @@ class KeepsTheNameOfTheEvicted(Broken):
 
 
 class ForgetsLimbo(Broken):
-    def release(self, blocks: Seq[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         in_flight, self._in_flight = self._in_flight, {}
         super().release(blocks)
         self._in_flight = in_flight
@@ -326,12 +325,12 @@ class LeavesWhatIsSharedInLimbo(Broken):
 
 
 class ReleasesTheFirstBlockFirst(Broken):
-    def release(self, blocks: Seq[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         super().release(blocks[::-1])
 
 
 class NamesTwoBlocksAlike(Broken):
-    def name(self, blocks: Seq[int], block_hashes: Seq[BlockHash]) -> None:
+    def name(self, blocks: Sequence[int], block_hashes: Sequence[BlockHash]) -> None:
         for block_hash in block_hashes:
             self._named.pop(block_hash, None)
         super().name(blocks, block_hashes)

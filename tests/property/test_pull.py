@@ -26,9 +26,11 @@ from common.contract.messages.handoff import (
     Settled,
 )
 from common.contract.messages.worker import Tokens
-from kv_transfer.pull import Abandoned, Admit, Pull, PullAction, PullState, ReadBlocks, Release, ToSource, WantBlocks
+from kv_transfer.events import Pulled, PullFailed, PullOffered, Released, SendToSource
+from kv_transfer.pull import Pull, PullAction, PullState, ReadBlocks
 
 KEY = RequestKey(RequestId("r1"), 1)
+AT = Source(address="p:1", incarnation=Incarnation("p"))
 ABOUT: dict[str, Any] = {"request": KEY.request, "attempt": KEY.attempt}
 SEQUENCE = AttachSequence(**ABOUT, sequence=RequestKey(RequestId("r1"), 7), choice=2, position=6)
 LEASE = (LeaseId("l1"), 3)
@@ -39,7 +41,8 @@ HASHES = block_hashes(range(6), 1)
 
 
 def sent(action: PullAction) -> Message:
-    assert isinstance(action, ToSource)
+    assert isinstance(action, SendToSource)
+    assert action.address == AT.address
     return action.message
 
 
@@ -57,17 +60,17 @@ class Worker:
         self.checksums = data.draw(st.booleans(), label="checksums")
         self.calm = data.draw(st.booleans(), label="calm")
         """Nothing ends the pull before it settles, so that some do."""
-        self.asks_by = data.draw(st.sampled_from([Attach, AttachPrefix, AttachSequence]), label="asks by")
-        self.prefix = self.asks_by is AttachPrefix
         self.num_held = data.draw(st.integers(0, self.num_blocks), label="held")
         self.sink_blocks = tuple(range(200, 200 + self.num_blocks))
-        names = HASHES[: data.draw(st.integers(self.num_blocks, len(HASHES)))] if self.prefix else None
-        sequence = SEQUENCE if self.asks_by is AttachSequence else None
-        offered = data.draw(st.none() | st.integers(1, 3), label="offered")
-        self.pull = Pull(
-            KEY, Source(address="p:1", incarnation=Incarnation("p")), names, offered=offered, sequence=sequence
-        )
-        self.offered = KEY.attempt if offered is None else offered
+        names = HASHES[: data.draw(st.integers(self.num_blocks, len(HASHES)))]
+        kinds: list[Attach | AttachPrefix | AttachSequence] = [
+            Attach(**ABOUT, offered=data.draw(st.integers(1, 3), label="offered")),
+            AttachPrefix(**ABOUT, block_hashes=tuple(names)),
+            SEQUENCE,
+        ]
+        self.asked_for = data.draw(st.sampled_from(kinds), label="asked for")
+        self.prefix = isinstance(self.asked_for, AttachPrefix)
+        self.pull = Pull(AT, self.asked_for)
         self.wanted = False
         self.reserved = False
         self.reading: dict[int, tuple[int, ...]] = {}
@@ -89,44 +92,41 @@ class Worker:
 
     def check(self, actions: list[PullAction]) -> None:
         for action in actions:
-            assert not isinstance(self.over, Admit), "something happens after the pull is settled"
-            late = isinstance(action, Release) or action == ToSource(Detach(**ABOUT))
+            assert not isinstance(self.over, Pulled), "something happens after the pull is settled"
+            late = isinstance(action, Released) or action == SendToSource(AT.address, Detach(**ABOUT))
             assert self.over is None or late, "more than a release, and a word to the source, after the end"
             match action:
-                case ToSource(Attach() | AttachPrefix() | AttachSequence() as message):
-                    assert message.key == KEY
-                    assert type(message) is self.asks_by
-                    assert not isinstance(message, Attach) or message.offered == self.offered
-                    assert not isinstance(message, AttachSequence) or message == SEQUENCE
+                case SendToSource(_, Attach() | AttachPrefix() | AttachSequence() as message):
+                    assert message == self.asked_for
                     self.attached = True
-                case ToSource(Detach() as message):
+                case SendToSource(_, Detach() as message):
                     assert message.key == KEY
                     assert not self.reading, "the source is told before the reads have ended"
                     assert self.attached, "the source is told by a pull that it does not know"
                     assert not self.detached, "the source is told twice"
                     self.detached = True
-                case ToSource(Settle() as message):
+                case SendToSource(_, Settle() as message):
                     assert not self.reading, "settles while a read is open"
                     assert self.arrived == set(self.sink_blocks), "settles before everything was read"
                     assert self.prefix or self.current in self.told_tokens, "settles without first tokens"
                     assert (message.key, (message.lease, message.epoch)) == (KEY, self.current)
                     self.asked = True
-                case WantBlocks(num_blocks):
+                case PullOffered(_, num_blocks):
                     assert not self.wanted
                     assert num_blocks == self.num_blocks
                     self.wanted = True
                 case ReadBlocks():
                     self.check_read(action)
-                case Admit(block_ids, first_tokens):
+                case Pulled(_, block_ids, first_tokens):
                     assert self.told_valid
                     assert bool(first_tokens) is not self.prefix
                     assert block_ids == self.sink_blocks
                     assert self.arrived == set(block_ids)
                     self.end(block_ids)
                     self.over = action
-                case Release(block_ids):
+                case Released(block_ids):
                     self.end(block_ids)
-                case Abandoned():
+                case PullFailed():
                     self.over = action
                 case _:
                     raise AssertionError(action)
@@ -160,11 +160,11 @@ class Worker:
             held = set(self.sink_blocks) - set(self.ends)
             assert held == (set(self.sink_blocks) if self.over is None else self.under_read), "a block is lost"
         if self.over is not None:
-            gave_up = isinstance(self.over, Abandoned)
+            gave_up = isinstance(self.over, PullFailed)
             assert self.detached == (gave_up and self.attached and not self.reading)
             assert set(self.pull.quarantined) == self.under_read
             assert self.pull.over == (not self.under_read)
-            expected = PullState.SETTLED if isinstance(self.over, Admit) else PullState.ABANDONED
+            expected = PullState.SETTLED if isinstance(self.over, Pulled) else PullState.ABANDONED
             assert self.pull.state is expected
 
     # --- the source ----------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Worker:
         )
         if self.prefix and not whole and self.pull.state in (PullState.ATTACHING, PullState.OFFERED, PullState.PULLING):
             self.check(self.pull.blocks_ready(message))
-            assert isinstance(self.over, Abandoned)
+            assert isinstance(self.over, PullFailed)
             assert self.over.cause is Cause.TRANSFER
             return
         offered = self.pull.state is PullState.OFFERED
@@ -227,7 +227,7 @@ class Worker:
             self.told_tokens.add((lease, epoch))
         self.check(self.pull.prefill_done(PrefillDone(**ABOUT, lease=lease, epoch=epoch, first_tokens=first_tokens)))
         if hears and ((lease, epoch) != self.current or all(ended)):
-            assert isinstance(self.over, Abandoned)
+            assert isinstance(self.over, PullFailed)
 
     def settled(self) -> None:
         """What a source says: valid only to who has asked, and of the lease that was asked about."""
@@ -244,9 +244,9 @@ class Worker:
     # --- the worker ----------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        settling = [Settle] if self.prefix else [self.asks_by, Settle]
+        settling = [Settle] if self.prefix else [type(self.asked_for), Settle]
         states = {PullState.SETTLING: settling, PullState.SETTLED: [], PullState.ABANDONED: []}
-        expected = states.get(self.pull.state, [self.asks_by])
+        expected = states.get(self.pull.state, [type(self.asked_for)])
         actions = self.pull.attach()
         assert [type(sent(action)) for action in actions] == expected
         self.check(actions)
@@ -296,5 +296,6 @@ def test_each_reserved_block_is_admitted_or_released_once(data: st.DataObject) -
     for _ in range(data.draw(st.integers(5, 30), label="steps")):
         data.draw(st.sampled_from(worker.steps()))()
         worker.check_blocks()
-    event(f"{worker.asks_by.__name__}: {worker.pull.state}, {'with' if worker.reading else 'without'} reads open")
+    asked_by = type(worker.asked_for).__name__
+    event(f"{asked_by}: {worker.pull.state}, {'with' if worker.reading else 'without'} reads open")
     worker.tear_down()

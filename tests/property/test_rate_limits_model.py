@@ -103,6 +103,14 @@ def test_a_clock_that_goes_back_fills_no_bucket(per_minute: int, moves_s: list[f
     assert math.isclose(other.allowance(latest_s).reset_s, missing / other_size * 60, rel_tol=1e-6, abs_tol=1e-6)
 
 
+def test_a_prompt_that_has_been_paid_for_is_let_in_whatever_the_key_has_used_since() -> None:
+    meter = KeyMeter(KeyLimits(tokens_per_minute=100), 0.0)
+    assert meter.admit(40, 0.0) is None
+    meter.charge(500, 0.0)
+    assert meter.admit(40, 0.0, num_taken=40) is None
+    assert meter.admit(41, 0.0, num_taken=40) is not None
+
+
 class OneKey(RuleBasedStateMachine):
     """What was let in, counted apart."""
 

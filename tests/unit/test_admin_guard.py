@@ -26,6 +26,7 @@ class FakeDispatcher:
     def __init__(self) -> None:
         self.told: list[tuple[str, bool]] = []
         self.broken = False
+        self.reaches = True
 
     def workers(self) -> list[dict[str, Any]]:
         if self.broken:
@@ -34,7 +35,7 @@ class FakeDispatcher:
 
     def tell(self, worker: str, *, drain: bool) -> bool:
         self.told.append((worker, drain))
-        return True
+        return self.reaches
 
 
 @asynccontextmanager
@@ -159,6 +160,20 @@ async def test_every_error_is_json() -> None:
             assert response.status == 500
             assert "secret" not in json.dumps(await response.json())
     assert dispatcher.told == []
+
+
+async def test_a_worker_that_cannot_be_reached_now_may_be_later() -> None:
+    dispatcher = FakeDispatcher()
+    dispatcher.reaches = False
+    async with admin(dispatcher) as (url, session):
+        async with session.post(f"{url}/workers/{WORKER}/drain") as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+            assert (await response.json())["error"] == {
+                "message": f"{WORKER} cannot be reached now",
+                "type": "service_unavailable_error",
+                "param": None,
+                "code": None,
+            }
 
 
 @pytest.mark.parametrize(

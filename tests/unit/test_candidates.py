@@ -10,15 +10,17 @@ import pytest
 from dispatcher_bench import D2, D3, LAYOUT, P2, D, P, heartbeat, role_of, welcome
 from flow_run import Run, life
 
+from common.contract.kv_layout import Fingerprint
 from common.contract.messages.session import Phase, Role
 from common.contract.tiers import Tier
-from gateway.dispatch.candidates import Candidates, Rebind
-from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Router
+from gateway.dispatch.leaving import Leaving
+from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Rebind, Route, Router
 from gateway.serving.choice import Choice
 from gateway.serving.flow_actions import Want
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
 
+P3, P4 = "p:3", "p:4"
 NEAR = [D, D2, D3]
 
 
@@ -29,11 +31,22 @@ class Pool:
         self.registry = Registry(tuple(prefill), tuple(decode), "c")
         for address in (*prefill, *decode):
             self.registry.opened(address, life(address).incarnation, welcome(role_of(address)))
-        self.candidates = Candidates(self.registry, Router(self.registry))
+        self.router = Router(self.registry)
+        self.leaving = Leaving(self.registry, self.router)
+
+    def route(self, **wanted: Any) -> Route | None:
+        """The route of a request."""
+        want = self.want(**wanted)
+        ask, caution = Ask.of(want), Caution.of(want)
+        return self.router.choose(ask, {}, caution) if want.offer is None else self.router.rebind(ask, {}, caution)
+
+    def hope(self, want: Want, fingerprint: Fingerprint | None = None) -> bool:
+        """Whether somebody may take it, now or later."""
+        return self.router.hope(Ask.of(want), Caution.of(want, fingerprint))
 
     def choose(self, **wanted: Any) -> tuple[str, ...] | None:
         """Where a request would go."""
-        match self.candidates.choose(self.want(**wanted), Tier.STANDARD, {}, 0.0):
+        match self.route(**wanted):
             case Handoff(prefill=prefill, decode=decode):
                 return prefill.address, decode.address
             case Local(decode=decode) | Rebind(decode=decode):
@@ -84,6 +97,16 @@ def test_a_worker_that_has_failed_is_avoided_where_there_is_another_way(
     assert Pool().choose(avoid=avoid) == expected
 
 
+def test_after_three_failed_prefill_workers_the_prompt_is_computed_where_it_is_decoded() -> None:
+    """Perhaps no decode worker reaches any of them. Who was let in nowhere asks each of them: they are only full."""
+    pool = Pool(prefill=(P, P2, P3, P4))
+    assert pool.choose(avoid=(P, P2, D)) == (P3, D2)
+    assert pool.choose(avoid=(P, P2, P3, D)) == (D2,)
+    assert pool.choose(avoid=(P, P2, P3, D), admitted=False) == (P4, D2)
+    pool.registry.lost(P2)
+    assert pool.choose(avoid=(P, P2, P3, D)) == (P4, D2), "who is gone has not failed to be read"
+
+
 def test_another_life_of_a_worker_that_has_failed_is_not_avoided() -> None:
     pool = Pool()
     pool.registry.lost(D)
@@ -129,7 +152,7 @@ def test_why_no_prefill_worker_takes_a_prompt_is_said(
     pool = Pool()
     for address in lost:
         pool.registry.lost(address)
-    route = pool.candidates.choose(pool.want(**wanted), Tier.STANDARD, {}, 0.0)
+    route = pool.route(**wanted)
     assert isinstance(route, Local)
     assert route.reason is reason
 
@@ -190,13 +213,13 @@ def test_a_worker_that_refuses_since_it_leaves_is_not_usable_until_it_says_other
 def test_there_is_hope_as_long_as_somebody_is_there_who_can_hold_it() -> None:
     pool = Sizes()
     want = pool.want(too_small=(D, D3), most_tokens=150)
-    assert pool.candidates.hope(want, None)
+    assert pool.hope(want)
     pool.registry.declined(D2)
-    assert pool.candidates.able(want, None) == []
-    assert pool.candidates.hope(want, None), "it may serve again"
-    assert pool.candidates.all_too_small(want, None)
+    assert len(pool.router.takers(Ask.of(want), Caution.of(want))) == 0
+    assert pool.hope(want), "it may serve again"
+    assert pool.router.all_too_small(Ask.of(want), Caution.of(want))
     pool.registry.lost(D2)
-    assert not pool.candidates.hope(want, None)
+    assert not pool.hope(want)
 
 
 def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
@@ -204,15 +227,15 @@ def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
     [worker] = pool.registry.usable(Role.DECODE)
     assert worker.welcome is not None
     pool.registry.declined(D)
-    assert pool.candidates.hope(pool.want(), worker.welcome.fingerprint)
-    assert not pool.candidates.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
+    assert pool.hope(pool.want(), worker.welcome.fingerprint)
+    assert not pool.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
 
 
 # --- refuges ---------------------------------------------------------------------------------------------------------
 
 
 def refuge(pool: Pool, address: str, num_tokens: int) -> str | None:
-    worker = pool.candidates.refuge(address, Choice(0, [1] * num_tokens), most_tokens=num_tokens)
+    worker = pool.leaving.refuge(address, Choice(0, [1] * num_tokens), most_tokens=num_tokens)
     return None if worker is None else worker.address
 
 
@@ -238,10 +261,10 @@ def test_a_refuge_can_hold_the_sequence_to_its_end() -> None:
     for address in NEAR:
         pool.registry.heartbeat(address, heartbeat(used=0, total=10), 0.0)
     choice = Choice(0, [1, 2, 3])
-    worker = pool.candidates.refuge(D, choice, most_tokens=150)
+    worker = pool.leaving.refuge(D, choice, most_tokens=150)
     assert worker is not None
     assert worker.address == D2
     choice.too_small.add(life(D2))
-    worker = pool.candidates.refuge(D, choice, most_tokens=50)
+    worker = pool.leaving.refuge(D, choice, most_tokens=50)
     assert worker is not None
     assert worker.address == D3

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_hub import HUB_ID, ModelHub, model_hub
 from safetensors.numpy import save_file
 from waiting import eventually
 
@@ -47,6 +48,12 @@ def write_weights(path: Path, *, elements: int = 1000) -> Path:
     ramp = np.arange(elements, dtype=np.float32)
     save_file({"first": ramp, "middle": ramp * 2, "zlast": ramp * 3}, path)
     return path
+
+
+def write_index(folder: Path, *shards: str) -> None:
+    """An index that places a tensor in each of the shards."""
+    weight_map = {f"w{number}": shard for number, shard in enumerate(shards)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def flip(path: Path, offset: int) -> None:
@@ -169,7 +176,7 @@ def test_a_revision_of_a_hub_id_is_what_is_downloaded(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     asked: list[tuple[str, str | None]] = []
 
-    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(hub_id: str, *, revision: str | None, **_: list[str]) -> str:
         asked.append((hub_id, revision))
         return str(tmp_path / "commit")
 
@@ -178,6 +185,66 @@ def test_a_revision_of_a_hub_id_is_what_is_downloaded(tmp_path: Path, monkeypatc
         assert resolve_model("owner/name", revision, weights=True) == tmp_path / "commit"
     assert asked == [("owner/name", None), ("owner/name", "v1.0"), ("owner/name", "refs/pr/1")]
     assert is_hub_id("owner/name")
+
+
+def resolve_elsewhere(hub: ModelHub, cache: Path, *, weights: bool, offline: bool = False) -> Path:
+    """The folder of the hub's model in a process that downloads into `cache`."""
+    program = f"""
+from common.runtime.checkpoint import resolve_model
+print(resolve_model({HUB_ID!r}, weights={weights}))
+"""
+    variables = os.environ | hub.variables(cache) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def repository(folder: Path) -> Path:
+    """A sharded model as a hub may have it, the files `UNREAD` included."""
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    for name in (*shards, "consolidated.safetensors", "checkpoint-500/model.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_weights(folder / name)
+    write_index(folder, *shards)
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tools.jinja"):
+        (folder / name).write_text("{}")
+    for name in ("checkpoint-500/trainer_state.json", "original/tokenizer.model"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+UNREAD = {
+    "consolidated.safetensors",
+    "checkpoint-500/model.safetensors",
+    "checkpoint-500/trainer_state.json",
+    "original/tokenizer.model",
+}
+
+
+@pytest.mark.processes
+def test_only_what_is_read_is_downloaded(repository: Path, tmp_path: Path) -> None:
+    """A repository may have all weights twice, and those of checkpoints during training."""
+    commit = "a" * 40
+    read = names_in(repository) - UNREAD
+    with model_hub({commit: repository}, commit) as hub:
+        without = resolve_elsewhere(hub, tmp_path / "gateway", weights=False)
+        assert names_in(without) == {name for name in read if not name.endswith(".safetensors")}
+        snapshot = resolve_elsewhere(hub, tmp_path / "worker", weights=True)
+        assert names_in(snapshot) == read
+    assert resolve_elsewhere(hub, tmp_path / "worker", weights=True, offline=True) == snapshot
+    known = weights_hash(snapshot)
+    (snapshot / "consolidated.safetensors").write_bytes((repository / "consolidated.safetensors").read_bytes())
+    assert resolve_elsewhere(hub, tmp_path / "worker", weights=True, offline=True) == snapshot, "as downloaded before"
+    assert weights_hash(snapshot) == known
 
 
 def test_a_local_model_has_no_revisions(folder: Path) -> None:
@@ -234,7 +301,7 @@ def test_the_hash_sees_what_changes_the_model(folder: Path, change: dict[str, ob
 
 def test_the_hash_sees_another_tokenizer(folder: Path) -> None:
     hashes = {config_hash(folder)}
-    for name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"):
+    for name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "tekken.json"):
         (folder / name).write_text("{}")
         hashes.add(config_hash(folder))
         (folder / name).write_text("{ }")
@@ -242,7 +309,7 @@ def test_the_hash_sees_another_tokenizer(folder: Path) -> None:
     for config in ("{", "[]", '{"add_bos_token": true}', '{"add_bos_token": false}'):
         (folder / "tokenizer_config.json").write_text(config)
         hashes.add(config_hash(folder))
-    assert len(hashes) == 13
+    assert len(hashes) == 15
 
 
 def test_the_hash_sees_other_ends_of_sequences(folder: Path) -> None:
@@ -362,10 +429,54 @@ def test_what_names_the_files_of_the_tensors_counts(folder: Path) -> None:
     write_weights(folder / "model-1.safetensors")
     write_weights(folder / "model-2.safetensors")
     hashes = set()
-    for file in ("model-1.safetensors", "model-2.safetensors"):
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    for files in (("model-1.safetensors", "model-2.safetensors"), ("model-2.safetensors", "model-1.safetensors")):
+        write_index(folder, *files)
         hashes.add(weights_hash(folder))
     assert len(hashes) == 2
+
+
+def test_weights_that_are_not_loaded_do_not_count(repository: Path) -> None:
+    """A folder that was fetched without them has the same model."""
+    before = weights_hash(repository)
+    (repository / "consolidated.safetensors").unlink()
+    assert weights_hash(repository) == before
+    (repository / "consolidated.safetensors.index.json").write_text("{}")
+    write_weights(repository / "adapter_model.safetensors")
+    assert weights_hash(repository) == before
+    for shard in sorted(repository.glob("model-*")):
+        flip(shard, -1)
+        assert weights_hash(repository) != before
+        flip(shard, -1)
+    write_weights(repository / "model.safetensors")
+    alone = weights_hash(repository)
+    assert alone != before
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (repository / name).unlink()
+        assert weights_hash(repository) == alone, "a single file comes before an index"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": ["a.safetensors"]}',
+        '{"weight_map": {"w": 1}}',
+        '{"weight_map": {"w": "../a.safetensors"}}',
+        '{"weight_map": {"w": "a.bin"}}',
+        '{"weight_map": {"w": "absent.safetensors"}}',
+        '{"weight_map":' * 100_000,
+    ],
+    ids=lambda index: index[:50],
+)
+def test_an_index_that_names_no_weights_of_the_folder_is_the_operators_to_mend(folder: Path, index: str) -> None:
+    write_weights(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(OperatorError, match="model"):
+        weights_hash(folder)
+    with unchanged(folder):  # whoever loads them reports it
+        pass
 
 
 def test_a_file_that_is_replaced_while_it_is_hashed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,8 +509,10 @@ def test_the_names_of_files_and_their_number_show(folder: Path) -> None:
     path = write_weights(folder / "model.safetensors")
     hashes = {weights_hash(folder)}
     path = path.rename(folder / "renamed.safetensors")
+    write_index(folder, "renamed.safetensors")
     hashes.add(weights_hash(folder))
     write_weights(folder / "second.safetensors")
+    write_index(folder, "renamed.safetensors", "second.safetensors")
     hashes.add(weights_hash(folder))
     path.write_bytes(path.read_bytes() + b"\0")
     hashes.add(weights_hash(folder))
@@ -410,6 +523,7 @@ def test_shards_that_swap_their_contents_show(folder: Path) -> None:
     a, b = folder / "a.safetensors", folder / "b.safetensors"
     save_file({"w": np.zeros(8, dtype=np.float32)}, a)
     save_file({"w": np.ones(8, dtype=np.float32)}, b)
+    write_index(folder, a.name, b.name)
     before = weights_hash(folder)
     content = a.read_bytes()
     a.write_bytes(b.read_bytes())
@@ -460,13 +574,15 @@ def write_to(path: Path) -> None:
         "config.json",
         "tokenizer.json",
         "tokenizer_config.json",
+        "tekken.json",
         "vocab.json",
     ],
 )
 def test_a_change_while_the_model_is_loaded_is_refused(folder: Path, name: str, change: Callable[[Path], None]) -> None:
     for each in ("a.safetensors", "b.safetensors"):
         write_weights(folder / each)
-    for each in ("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"):
+    write_index(folder, "a.safetensors", "b.safetensors")
+    for each in ("tokenizer.json", "tokenizer_config.json", "tekken.json", "vocab.json"):
         (folder / each).write_text("{}")
     with unchanged(folder):
         pass
@@ -474,10 +590,13 @@ def test_a_change_while_the_model_is_loaded_is_refused(folder: Path, name: str, 
         change(folder / name)
 
 
-def test_a_file_that_is_added_while_the_model_is_loaded_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["b.safetensors", "model.safetensors", "tokenizer.json"])
+def test_a_file_that_is_added_while_the_model_is_loaded_is_refused(folder: Path, name: str) -> None:
+    """A shard that was missing, a file that comes before the index, and one beside the weights."""
     write_weights(folder / "a.safetensors")
-    with pytest.raises(OperatorError, match=r"b\.safetensors has changed"), unchanged(folder):
-        write_weights(folder / "b.safetensors")
+    write_index(folder, "a.safetensors", "b.safetensors")
+    with pytest.raises(OperatorError, match=rf"{name} has changed"), unchanged(folder):
+        write_weights(folder / name)
 
 
 def test_a_link_that_is_turned_to_another_revision_is_refused(folder: Path) -> None:
@@ -505,5 +624,7 @@ def test_the_error_of_a_load_that_fails_meanwhile_is_kept(folder: Path) -> None:
 
 
 def test_a_file_that_is_not_hashed_may_change(folder: Path) -> None:
+    write_weights(folder / "model.safetensors")
     with unchanged(folder):
         (folder / "README.md").write_text("x")
+        write_weights(folder / "consolidated.safetensors")

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from prompt_pulls import pull_of_prompt
 from step_tokens import handles
 
 from benchmarks.driver import Arrival, Driver, Modelled, Story, Timing
@@ -28,7 +29,6 @@ from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice, DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import Step
-from kv_transfer.pull import Pull
 
 INTERACTIVE, STANDARD, BATCH = Tier
 BLOCK_SIZE = 4
@@ -259,7 +259,8 @@ class Worker:
             offered=RequestKey(RequestId(f"r{self.num_requests}"), 1),
         )
         chain = BlockChain(16)
-        subject = DecodeRequest(work, Incarnation("g"), 1e9, float(self.num_requests), chain, Pull(work.key, source))
+        pull = pull_of_prompt(work.key, source)
+        subject = DecodeRequest(work, Incarnation("g"), 1e9, float(self.num_requests), chain, pull)
         self.scheduler.want(subject, 0.0)
 
     def come_in(self) -> None:

@@ -93,13 +93,13 @@ async def test_many_leave_a_worker_a_few_in_each_turn_of_the_loop_in_order_and_o
     bench = make()
     asked = await streams(bench)
     refuges: list[int] = []
-    refuge = bench.dispatcher.placement.candidates.refuge
+    refuge = bench.dispatcher.placement.leaving.refuge
 
     def count(*args: Any) -> Any:
         refuges.append(len(refuges))
         return refuge(*args)
 
-    bench.dispatcher.placement.candidates.refuge = count
+    bench.dispatcher.placement.leaving.refuge = count
     bench.say(D, heartbeat(Phase.DRAINING))
     assert 0 < len(moves(bench)) <= _MOST_A_TURN
     most = len(refuges)

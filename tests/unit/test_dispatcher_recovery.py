@@ -30,7 +30,7 @@ from common.contract.messages.gateway import Abort, Decode, Prefill, Suspicion
 from common.contract.messages.session import Phase, Role
 from common.contract.messages.worker import Cut, Tokens
 from common.runtime.channel import RECONNECT_S
-from gateway.serving.flow import FIRST_DELAY_S
+from gateway.serving.flow_actions import FIRST_DELAY_S
 from gateway.serving.generation import GenerationFailed
 
 PATIENCE_S = 10.0
@@ -569,6 +569,75 @@ async def test_a_request_goes_on_only_with_the_same_model(make: Any, time: Time)
     await time.advance(PATIENCE_S)
     assert await failure(task) is Cause.WORKER_LOST
     new.cancel()
+
+
+# --- decode workers that cannot read ---------------------------------------------------------------------------------
+
+
+async def test_a_stream_leaves_a_decode_worker_that_reaches_no_prefill_worker(make: Any) -> None:
+    bench = make(prefill=(P, P2), decode=(D, D2))
+    key, task = await bench.request()
+    source, reader = bench.work[key]
+    bench.say(D2 if reader == D else D, heartbeat(used=99, total=100))
+    bench.tokens(source, key, 0, 10)
+    bench.fail(reader, key, Cause.WORKER_LOST)
+    key, work = bench.newest(key)
+    assert set(work) == {P, P2, D, D2} - {source, reader}, "however empty that one is"
+    source, reader = work
+    bench.tokens(source, key, 1, 11)
+    bench.tokens(reader, key, 1, 11, 12, reason="stop")
+    assert await text(task) == [10, 11, 12]
+
+
+@pytest.mark.parametrize("decode", [(D,), (D, D2), (D, D2, D3)], ids=len)
+@pytest.mark.parametrize("num_prefill", [1, 2, 9])
+async def test_a_stream_whose_prompts_nobody_reads_is_computed_where_it_is_decoded(
+    make: Any, time: Time, num_prefill: int, decode: tuple[str, ...]
+) -> None:
+    """Each prefill worker is tried with another decode worker, if there is one, but not more than three of them."""
+    bench = make(prefill=tuple(f"p:{number}" for number in range(num_prefill)), decode=decode)
+    key, task = await bench.request()
+    readers: list[str] = []
+    output: list[int] = []
+    while len(bench.work[key]) > 1:
+        source, reader = bench.work[key]
+        readers.append(reader)
+        bench.tokens(source, key, len(output), 10 + len(output))
+        output.append(10 + len(output))
+        bench.fail(reader, key, Cause.WORKER_LOST)
+        await time.advance(1.0)
+        key, _ = bench.newest(key)
+        assert len(readers) <= 3, "it crawls, a token at a time"
+    assert len(readers) == min(num_prefill, 3)
+    assert len(set(readers)) == min(len(readers), len(decode)), "each time another one"
+    [alone] = bench.work[key]
+    bench.tokens(alone, key, len(output), 99, reason="stop")
+    assert await text(task) == [*output, 99]
+    assert bench.counted("local_prefills_total", reason="refused") == 1
+
+
+@pytest.mark.parametrize("decode", [(D, D2), (D, D2, D3)], ids=len)
+async def test_a_stream_leaves_decode_workers_whose_reads_fail(make: Any, time: Time, decode: tuple[str, ...]) -> None:
+    bench = make(prefill=(P, P2), decode=decode)
+    key, _ = await bench.request()
+
+    async def read_fails(key: RequestKey) -> Any:
+        *_, reader = bench.work[key]
+        bench.fail(reader, key, Cause.TRANSFER)
+        await time.advance(RECONNECT_S + 0.01)  # whether its source has crashed is clear by then
+        await time.advance(1.0)
+        return bench.newest(key)
+
+    key, work = await read_fails(key)
+    assert set(work) == {D2}, "the offer stands"
+    key, work = await read_fails(key)
+    assert len(work) == 2
+    if D3 in decode:
+        assert set(work) == {P2, D3}
+    else:
+        bench.tokens(P2, key, 0, 10)
+        key, work = await read_fails(key)
+        assert len(work) == 1, "nobody reads what any prefill worker computes"
 
 
 # --- leaving workers -------------------------------------------------------------------------------------------------

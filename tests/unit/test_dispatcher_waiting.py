@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dispatcher_bench import D2, D3, P2, Bench, D, P, Time, failure, heartbeat, 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages.gateway import Decode, Prefill
-from common.contract.messages.session import Phase
+from common.contract.messages.session import Phase, Role
 from gateway.dispatch.dispatcher import _MOST_A_TURN
 from gateway.serving.generation import Delta, GenerationFailed
 
@@ -48,11 +49,11 @@ class Counts:
     def __init__(self, bench: Bench) -> None:
         dispatcher: Any = bench.dispatcher
         self.num_looked_up = self.num_places = self.num_routed = 0
-        self._looked_up, self._places = dispatcher.links._index.longest, dispatcher.placement.candidates.able
-        self._routed = dispatcher.placement.candidates.choose
+        router = dispatcher.placement._router
+        self._looked_up, self._places, self._routed = dispatcher.links._index.longest, router.takers, router.choose
         dispatcher.links._index.longest = self._look_up
-        dispatcher.placement.candidates.able = self._ask_for_places
-        dispatcher.placement.candidates.choose = self._route
+        router.takers = self._ask_for_places
+        router.choose = self._route
 
     def _look_up(self, *args: Any) -> Any:
         self.num_looked_up += 1
@@ -86,6 +87,12 @@ def decodes(bench: Bench, address: str) -> int:
     return len(bench.sent(address, Decode))
 
 
+def open_without_bound(bench: Bench, address: str, **says: Any) -> None:
+    """A decode worker's session opens, and it has places for as many sequences as there are."""
+    bench.open(address, **says)
+    bench.say(address, heartbeat())
+
+
 async def turns(until: Callable[[], bool]) -> int:
     """How many turns of the loop it takes."""
     for number in range(10_000):
@@ -114,7 +121,7 @@ async def test_heartbeats_cost_nothing_while_many_wait_for_a_decode_worker(make:
         for address in (P, P2) * 3:
             bench.say(address, heartbeat())
             await settle()
-    bench.open(D, restarted=True)
+    open_without_bound(bench, D, restarted=True)
     await turns(lambda: decodes(bench, D) == 2 * MANY)
     assert counts.num_places == counts.num_looked_up + MANY == counts.num_routed + MANY == 2 * MANY
 
@@ -130,6 +137,7 @@ async def test_heartbeats_cost_nothing_while_many_wait_for_workers_of_their_own_
         bench.lose(address)
     for address in (P, D2):
         bench.open(address, restarted=True, weights_hash="new")
+        bench.say(address, heartbeat())
     counts = Counts(bench)
     await settle()
     await turns(lambda: not bench.dispatcher.placement.waiting._new)
@@ -152,12 +160,12 @@ async def test_heartbeats_cost_nothing_while_many_are_to_leave_a_worker_and_nobo
     await streams(bench)
     bench.open(D2, weights_hash="new" if why == "other weights" else "w")
     bench.say(D2, heartbeat(used=100 if why == "full" else 0, total=100))
-    placement: Any = bench.dispatcher.placement.candidates
-    placement.refuge = None
+    leaving: Any = bench.dispatcher.placement.leaving
+    leaving.refuge = None
     for _ in range(3):
         bench.say(D, heartbeat(Phase.DRAINING))
-        assert not bench.dispatcher.placement.leaving, "nobody is to be looked at"
-    del placement.refuge
+        assert not leaving, "nobody is to be looked at"
+    del leaving.refuge
     bench.lose(D2)
     bench.open(D2)
     bench.say(D2, heartbeat(total=10_000))
@@ -171,7 +179,7 @@ async def test_many_go_on_a_few_in_each_turn_of_the_loop(make: Any) -> None:
     await streams(bench)
     bench.lose(D)
     await turns(lambda: not bench.dispatcher.placement.waiting._new)
-    bench.open(D2)
+    open_without_bound(bench, D2)
     most, before = 0, 0
     while before < MANY:
         now = decodes(bench, D2)
@@ -184,7 +192,7 @@ async def test_many_that_lose_their_worker_go_on_a_few_in_each_turn_of_the_loop(
     bench = make()
     bench.lose(D2)
     await streams(bench)
-    bench.open(D2)
+    open_without_bound(bench, D2)
     bench.lose(D)
     assert decodes(bench, D2) <= _MOST_A_TURN
     assert await turns(lambda: decodes(bench, D2) == MANY) >= MANY // _MOST_A_TURN - 1
@@ -248,6 +256,109 @@ async def test_that_a_worker_refuses_new_requests_keeps_nobody_else_waiting(make
     bench.fail(other, new, Cause.CAPACITY)
     bench.lose(address)
     assert set(bench.newest(running)[1]) == {other}
+
+
+# --- workers that come back ------------------------------------------------------------------------------------------
+
+PLACES = 40
+"""Sequences that each decode worker has places for: less than half of those that wait."""
+
+
+def come_back(bench: Bench, address: str) -> None:
+    """A decode worker has started again, later than any was lost."""
+    assert isinstance(bench.clock, Time)
+    bench.clock.now += 0.001
+    bench.open(address, restarted=True)
+    bench.say(address, replace(heartbeat(), places=PLACES))
+
+
+async def streams_of_lost_workers(bench: Bench, **options: Any) -> list[Asked]:
+    """Streams whose decode workers, D and D2, are both gone."""
+    bench.lose(D2)
+    asked = await streams(bench, **options)
+    bench.lose(D)
+    await turns(lambda: not bench.dispatcher.placement.waiting._new)
+    assert len(bench.dispatcher.placement.waiting) == len(asked)
+    return asked
+
+
+async def placed(bench: Bench) -> tuple[int, int]:
+    """How many streams D and D2 have got since they were lost, once nobody is to be looked at any more."""
+    await turns(lambda: not bench.dispatcher.placement.waiting._new)
+    return decodes(bench, D) - MANY, decodes(bench, D2)
+
+
+async def test_the_first_of_the_lost_workers_that_is_back_does_not_get_all_that_wait(make: Any, time: Time) -> None:
+    bench = make()
+    await streams_of_lost_workers(bench)
+    await time.advance(0.5 * PATIENCE_S)
+    come_back(bench, D)
+    assert await placed(bench) == (PLACES, 0)
+    for _ in range(5):
+        await time.advance(0.1)
+        bench.say(D, replace(heartbeat(), places=PLACES))
+    assert await placed(bench) == (PLACES, 0)
+    come_back(bench, D2)
+    assert await placed(bench) == (MANY // 2, MANY // 2), "nobody else is to come, so they need not have places"
+
+
+@pytest.mark.parametrize("places", [16, 90])
+async def test_who_waits_goes_to_places_that_a_worker_has_told(make: Any, time: Time, places: int) -> None:
+    """Its first heartbeat comes a moment after its session has opened."""
+    bench = make()
+    await streams_of_lost_workers(bench)
+    await time.advance(0.1)
+    bench.open(D, restarted=True)
+    assert await placed(bench) == (0, 0)
+    await time.advance(0.25)
+    bench.say(D, replace(heartbeat(), places=places))
+    assert await placed(bench) == (places, 0)
+    come_back(bench, D2)
+    assert sum(await placed(bench)) == MANY
+
+
+async def test_those_that_wait_for_a_worker_that_stays_away_go_on_after_a_while(make: Any, time: Time) -> None:
+    bench = make()
+    await streams_of_lost_workers(bench)
+    come_back(bench, D)
+    assert await placed(bench) == (PLACES, 0)
+    await time.advance(2.9)
+    counts = Counts(bench)
+    with counts.nothing():
+        for _ in range(3):
+            bench.say(D, replace(heartbeat(), places=PLACES))
+            await settle()
+    assert await placed(bench) == (PLACES, 0)
+    await time.advance(0.2)
+    bench.say(D, replace(heartbeat(), places=PLACES))
+    assert await placed(bench) == (MANY, 0)
+
+
+@pytest.mark.parametrize("why", ["long ago", "not listed", "never there"])
+async def test_nobody_waits_for_a_worker_that_is_not_expected(make: Any, time: Time, why: str) -> None:
+    bench = make(opened=False)
+    bench.open(D)
+    if why != "never there":
+        bench.open(D2)
+        bench.lose(D2)
+    await streams(bench, budget_s=10_000)
+    if why == "long ago":
+        await time.advance(700)
+    if why == "not listed":
+        bench.registry.relist(Role.DECODE, {D: True})
+    bench.lose(D)
+    come_back(bench, D)
+    assert await placed(bench) == (MANY, 0)
+
+
+async def test_who_waits_for_a_worker_that_comes_back_has_no_more_time_for_it(make: Any, time: Time) -> None:
+    bench = make()
+    asked = await streams_of_lost_workers(bench, budget_s=1.0)
+    come_back(bench, D)
+    assert await placed(bench) == (PLACES, 0)
+    await time.advance(2.1)  # a worker would have been the first to say so
+    assert [task.done() for _, task in asked] == [True] * MANY
+    assert not bench.dispatcher.placement.waiting
 
 
 # --- workers that leave ----------------------------------------------------------------------------------------------

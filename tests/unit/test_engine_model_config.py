@@ -114,6 +114,7 @@ def test_windows(tmp_path: Path, config: dict[str, Any], windows: tuple[int | No
         {"rope_parameters": YARN_SCALING | {"truncate": False, "beta_fast": 16, "beta_slow": 2}},
         {"rope_parameters": YARN_SCALING | {"mscale": 1.0, "mscale_all_dim": 0.5}},
         {"rope_parameters": YARN_SCALING | {"attention_factor": 1.25}},
+        {"rope_scaling": YARN_SCALING | {"attn_factor": 0.8782488562869419}},
         {"rope_parameters": YARN_SCALING, "original_max_position_embeddings": 96},
         {"rope_parameters": LLAMA3_SCALING, "original_max_position_embeddings": 96},
         {
@@ -138,6 +139,54 @@ def test_rotation_frequencies_are_those_of_transformers(tmp_path: Path, rope: di
         frequencies, expected_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         torch.testing.assert_close(inverse_frequencies(ours, head_dim), frequencies, rtol=1e-6, atol=0)
         assert factor == pytest.approx(expected_factor)
+
+
+YARN_KEYS = {"attention_factor": 1.25, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "kind", "unread"),
+    [
+        ({}, "", ""),
+        ({"rope_scaling": None, "rope_theta": 5e5}, "", ""),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 1.0}}, "", ""),
+        ({"rope_parameters": LINEAR_SCALING}, "", ""),
+        ({"rope_parameters": LLAMA3_SCALING}, "", ""),
+        ({"rope_parameters": YARN_SCALING | YARN_KEYS | {"truncate": False}}, "", ""),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True}}, "", ""),
+        ({"rope_scaling": {"type": "yarn", "rope_type": "yarn", "factor": 2.0, "attn_factor": None}}, "", ""),
+        ({"rope_scaling": YARN_SCALING | {"attn_factor": 0.8782488562869419}}, "yarn", "attn_factor"),
+        ({"rope_scaling": YARN_SCALING | {"original": 1, "attn_factor": 1.0}}, "yarn", "attn_factor, original"),
+        ({"rope_parameters": LLAMA3_SCALING | {"beta_fast": 32}}, "llama3", "beta_fast"),
+        ({"rope_parameters": LINEAR_SCALING | {"attention_factor": 2.0}}, "linear", "attention_factor"),
+        ({"rope_parameters": {"rope_theta": 5e5, "factor": 4.0}}, "default", "factor"),
+    ],
+    ids=str,
+)
+def test_rope_keys_that_are_not_read_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rope: dict[str, Any], kind: str, unread: str
+) -> None:
+    """With them a checkpoint asks for a model that `transformers` does not compute either."""
+    config = read(tmp_path, LLAMA | rope)
+    named = [record.getMessage() for record in caplog.records if "RoPE" in record.getMessage()]
+    text = f"states RoPE keys that are not read for type {kind}, nor by transformers, and change nothing: {unread}"
+    assert named == ([f"{tmp_path / 'config.json'} {text}"] if unread else [])
+    without = {
+        name: {key: each for key, each in value.items() if key not in unread.split(", ")}
+        for name, value in rope.items()
+        if isinstance(value, dict)
+    }
+    assert read(tmp_path, LLAMA | rope | without).rope == config.rope
+
+
+@pytest.mark.parametrize("rope", [{}, LINEAR_SCALING, LLAMA3_SCALING, YARN_SCALING, YARN_SCALING | YARN_KEYS], ids=str)
+def test_rope_keys_that_transformers_writes_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rope: dict[str, Any]
+) -> None:
+    write(tmp_path, LLAMA | {"rope_parameters": rope})
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    ModelConfig.from_folder(tmp_path)
+    assert "RoPE" not in caplog.text
 
 
 WRITTEN: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ import pytest
 
 from common.contract.ids import RequestId, RequestKey
 from common.contract.sampling import SamplingParams
-from common.engine.sequence import Sequence, finish_reason
+from common.engine.sequence import TokenSequence, finish_reason
 
 EOS = frozenset((2, 3))
 
@@ -27,7 +27,7 @@ def reason(
 
 def test_counts() -> None:
     sampling = SamplingParams(max_tokens=4)
-    sequence = Sequence(RequestKey(RequestId("r"), 1), 0, [5, 6, 7, 8], 3, sampling)
+    sequence = TokenSequence(RequestKey(RequestId("r"), 1), 0, [5, 6, 7, 8], 3, sampling)
     assert (sequence.num_tokens, sequence.num_output, sequence.num_computed, len(sequence.block_table)) == (4, 1, 0, 0)
     sequence.token_ids.append(9)
     assert (sequence.num_tokens, sequence.num_output) == (5, 2)
@@ -37,7 +37,7 @@ def test_counts() -> None:
 @pytest.mark.parametrize("prompt_len", [0, 5])
 def test_a_prompt_has_at_least_one_token_and_at_most_all(prompt_len: int) -> None:
     with pytest.raises(AssertionError):
-        Sequence(RequestKey(RequestId("r"), 1), 0, [5, 6, 7, 8], prompt_len, SamplingParams(max_tokens=4))
+        TokenSequence(RequestKey(RequestId("r"), 1), 0, [5, 6, 7, 8], prompt_len, SamplingParams(max_tokens=4))
 
 
 def test_goes_on_with_an_ordinary_token() -> None:

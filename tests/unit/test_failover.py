@@ -30,8 +30,8 @@ from common.contract.messages.gateway import TRIAL_TOKENS, Abort, Ack, Decode, P
 from common.contract.messages.session import Role
 from gateway.serving import blame
 from gateway.serving.attempt import Deliver
-from gateway.serving.flow import FIRST_DELAY_S, FlowState
-from gateway.serving.flow_actions import Fail
+from gateway.serving.flow import FlowState
+from gateway.serving.flow_actions import FIRST_DELAY_S, Fail
 from gateway.serving.generation import Delta
 from gateway.serving.suspicion import MAX_CRASHES, Crash
 
@@ -140,36 +140,79 @@ def test_what_would_be_the_same_elsewhere_is_not_tried_again(run: Run, address: 
 @pytest.mark.parametrize(
     ("cause", "avoided"),
     [
-        (Cause.CAPACITY, D),
-        (Cause.DRAINING, None),
-        (Cause.TOO_LARGE, None),
-        (Cause.INTERNAL, D),
-        (Cause.TRANSFER, D),
-        (Cause.WORKER_LOST, P),
-        (Cause.FINGERPRINT, P),
-        (Cause.LEASE_LOST, None),
+        (Cause.CAPACITY, (D,)),
+        (Cause.DRAINING, ()),
+        (Cause.TOO_LARGE, ()),
+        (Cause.INTERNAL, (D,)),
+        (Cause.TRANSFER, (D,)),
+        (Cause.WORKER_LOST, (P, D)),
+        (Cause.FINGERPRINT, (P, D)),
+        (Cause.LEASE_LOST, ()),
     ],
 )
-def test_a_decode_worker_speaks_of_its_source_too(run: Run, cause: Cause, avoided: str | None) -> None:
+def test_a_decode_worker_speaks_of_its_source_too(run: Run, cause: Cause, avoided: tuple[str, ...]) -> None:
+    """And perhaps of itself: it may be the one that reaches nobody."""
     run.on(D, failed(cause))
-    assert run.want.avoid == (set() if avoided is None else {life(avoided)})
+    assert run.want.avoid == {life(address) for address in avoided}
 
 
-def test_a_second_failed_transfer_in_a_row_is_blamed_on_the_source(run: Run) -> None:
+def test_a_second_failed_transfer_in_a_row_is_blamed_on_the_source_and_on_its_reader(run: Run) -> None:
     run.on(D, failed(Cause.TRANSFER))
     assert run.want.offer is not None
     run.go(D2)
     run.on(D2, failed(Cause.TRANSFER))
-    assert run.want.avoid == {life(D), life(P)}
+    assert run.want.avoid == {life(D), life(P), life(D2)}
     assert run.want.offer is None
 
 
-def test_a_lost_worker_is_avoided_and_a_new_token_forgets_it(run: Run) -> None:
+def test_the_first_failed_transfer_is_the_reader_s_whatever_has_failed_before(run: Run) -> None:
+    """Else the prompt would be computed again for a connection of the new decode worker's own."""
+    run.lose(D)
+    run.go(D2)
+    run.on(D2, failed(Cause.TRANSFER))
+    assert run.want.avoid == {life(D), life(D2)}
+    assert run.want.offer is not None
+
+
+def test_who_has_refused_a_request_is_asked_again_once_it_is_let_in(run: Run) -> None:
+    """Its first token may come from a prefill worker. A refusal is no failure."""
+    run.on(D, failed(Cause.CAPACITY, "full"))
+    assert run.want.avoid == {life(D)}
+    run.go(D2)
+    run.on(P, tokens(START, 1))
+    run.on(D2, failed(Cause.LEASE_LOST))
+    assert run.want.avoid == frozenset()
+
+
+def test_a_reader_of_a_source_that_the_gateway_has_lost_too_is_not_avoided(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    assert run.lose(P) == [], "the decode worker may have read everything"
+    run.on(D, failed(Cause.WORKER_LOST))
+    assert run.want.avoid == {life(P)}
+
+
+def test_a_decode_worker_that_reaches_nobody_is_avoided_until_another_one_has_spoken(run: Run) -> None:
+    run.on(P, tokens(START, 1))
+    run.on(D, failed(Cause.WORKER_LOST, "no answer"))
+    assert life(D) in run.want.avoid
+    run.go(D2, P2)
+    run.on(P2, tokens(START + 1, 2))
+    run.on(D2, failed(Cause.LEASE_LOST))
+    assert run.want.avoid == {life(P), life(D)}, "a token of a prefill worker does not show who can read from it"
+    run.go(D2, P2)
+    run.on(D2, tokens(START + 2, 3), failed(Cause.LEASE_LOST))
+    assert run.want.avoid == frozenset()
+
+
+def test_a_lost_worker_is_avoided_and_a_decode_worker_s_token_forgets_it(run: Run) -> None:
     run.lose(P)
     assert run.want.avoid == {life(P)}
     run.go(D, P2)
     run.on(P2, tokens(START, 1))
     run.on(D, failed(Cause.LEASE_LOST))
+    assert run.want.avoid == {life(P)}
+    run.go(D, P2)
+    run.on(D, tokens(START + 1, 2), failed(Cause.LEASE_LOST))
     assert run.want.avoid == frozenset()
 
 
@@ -240,7 +283,7 @@ def test_a_lost_lease_leaves_no_offer(run: Run) -> None:
 def test_a_decode_worker_that_has_lost_its_source_leaves_no_offer(run: Run) -> None:
     run.on(D, failed(Cause.WORKER_LOST, "nobody answers there"))
     assert run.want.offer is None
-    assert run.want.avoid == {life(P)}
+    assert life(P) in run.want.avoid
     run.go(D, P2)
     assert run.sent(Decode)[-1][1].source == life(P2).source
 
@@ -382,15 +425,26 @@ def test_failures_in_a_row_are_bounded(run: Run, cause: Cause, most: int) -> Non
     assert run.flow.tally.failures == {cause: most}
 
 
-def test_a_new_token_begins_the_count_again(run: Run) -> None:
+def test_a_decode_worker_s_token_begins_the_count_again(run: Run) -> None:
     for position in range(3):
         for _ in range(blame.MAX_FAILURES - 1):
             fail_again(run, Cause.TRANSFER)
         run.go(D, P)
-        run.on(P, tokens(START + position, position))
-        run.on(D, failed(Cause.LEASE_LOST))
+        run.on(D, tokens(START + position, position), failed(Cause.LEASE_LOST))
     assert run.flow.running
     assert run.text() == [0, 1, 2]
+
+
+def test_tokens_of_prefill_workers_do_not_begin_the_count_again(run: Run) -> None:
+    """Else a stream whose prompts nobody can read would go on by one token for each of them."""
+    for number in range(blame.MAX_FAILURES):
+        run.on(P, tokens(START + number, number))
+        run.on(D, failed(Cause.WORKER_LOST, "no answer"))
+        assert run.flow.running
+        run.go(D, P)
+    run.on(P, tokens(START + blame.MAX_FAILURES, 9))
+    run.on(D, failed(Cause.WORKER_LOST, "no answer"))
+    assert run.terminals == [Fail(Cause.WORKER_LOST, "no answer")]
 
 
 def test_bugs_are_counted_apart(run: Run) -> None:
@@ -403,13 +457,12 @@ def test_bugs_are_counted_apart(run: Run) -> None:
     assert run.failure is Cause.INTERNAL
 
 
-def test_a_new_token_begins_the_count_of_bugs_again(run: Run) -> None:
+def test_a_decode_worker_s_token_begins_the_count_of_bugs_again(run: Run) -> None:
     for position in range(3):
         for _ in range(blame.MAX_BUGS):
             fail_again(run, Cause.INTERNAL)
         run.go(D, P)
-        run.on(P, tokens(START + position, position))
-        run.on(D, failed(Cause.LEASE_LOST))
+        run.on(D, tokens(START + position, position), failed(Cause.LEASE_LOST))
     assert run.flow.running
 
 

@@ -352,6 +352,27 @@ async def test_a_completion_continues_its_prompt(stream: bool, echo: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("formatted", [False, True])
+async def test_an_answer_in_a_format_keeps_the_space_that_it_begins_with(stream: bool, formatted: bool) -> None:
+    """Which the decoder drops before the first word of a text. The log probabilities name it in any case."""
+    backend = byte_fallback_backend()
+    token_ids = backend.encode(" to the world", add_special_tokens=False).ids
+    body = CHAT | {"logprobs": True} | ({"guided_choice": [" to the world", " to her"]} if formatted else {})
+    generator, models = ScriptedGenerator(token_ids=token_ids), wrap(backend)
+    if stream:
+        chunks = [each["choices"][0] for each in await stream_of(generator, CHAT_PATH, body, model_tokenizer=models)]
+        text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+        reports = [report for chunk in chunks for report in (chunk["logprobs"] or {"content": []})["content"]]
+    else:
+        status, answer, _ = await post(CHAT_PATH, body, generator, model_tokenizer=models)
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        text, reports = choice["message"]["content"], choice["logprobs"]["content"]
+    assert text == (" to the world" if formatted else "to the world")
+    assert "".join(report["token"] for report in reports) == " to the world"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
 async def test_nothing_is_generated_where_nothing_is_asked_for(stream: bool, echo: bool) -> None:
     generator = ScriptedGenerator(readiness=Readiness(ready=False, reason="no worker"))
@@ -419,6 +440,44 @@ async def test_stop_strings(stop: str | list[str], stream: bool) -> None:
     assert not any(string in before for string in ([stop] if isinstance(stop, str) else stop))
     assert usage["completion_tokens"] == generator.num_deltas, "nothing is generated past the stop string"
     assert generator.closed_early.is_set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens_per_delta", [1, 3])
+@pytest.mark.parametrize(
+    ("said", "stop", "min_tokens", "expected", "num_tokens"),
+    [
+        ("abcd", "ab", 1, "", 2),
+        ("abcd", "ab", 2, "abcd", 4),
+        ("abab", "ab", 2, "ab", 4),
+        ("aaab", "aa", 2, "a", 3),
+        ("xabc", ["abc", "b"], 3, "x", 4),
+        ("abc", "abd", 1, "abc", 3),
+    ],
+)
+async def test_a_stop_string_may_begin_before_min_tokens_and_end_after(
+    said: str,
+    stop: str | list[str],
+    min_tokens: int,
+    expected: str,
+    num_tokens: int,
+    tokens_per_delta: int,
+    stream: bool,
+) -> None:
+    token_ids = [token_id for char in said for token_id in encode(char)]
+    assert len(token_ids) == len(said)
+    generator = ScriptedGenerator(token_ids=token_ids, finish_reason="length", tokens_per_delta=tokens_per_delta)
+    body = COMPLETION | {"stop": stop, "min_tokens": min_tokens, "max_tokens": 9, "logprobs": 0}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in await stream_of(generator, COMPLETIONS_PATH, body)]
+    else:
+        status, answer, _ = await post(COMPLETIONS_PATH, body, generator)
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == num_tokens
+        choices = answer["choices"]
+    assert "".join(choice["text"] for choice in choices) == expected
+    assert choices[-1]["finish_reason"] == ("length" if expected == said else "stop")
+    assert [name for choice in choices for name in choice["logprobs"]["tokens"]] == list(said[:num_tokens])
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])

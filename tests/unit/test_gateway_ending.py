@@ -25,7 +25,7 @@ from gateway_fixtures import (
     tokenizer,
 )
 from prometheus_client.metrics_core import Metric
-from test_connections import Time
+from test_connections import HEALTH, LARGE, Time
 from waiting import eventually
 
 import gateway.__main__ as program
@@ -43,22 +43,58 @@ TIMEOUT_S = 20.0
 class Gateway:
     """One that is told to end by the test."""
 
-    def __init__(self, generator: ScriptedGenerator) -> None:
+    def __init__(self, generator: ScriptedGenerator, grace_s: float = GRACE_S) -> None:
         self.generator = generator
-        metrics = GatewayMetrics(MODEL)
-        app = create_app(generator, tokenizer(), settings(), metrics)
-        self.runner = create_runner(app, shutdown_timeout_s=GRACE_S)
+        self.metrics = GatewayMetrics(MODEL)
+        app = create_app(generator, tokenizer(), settings(), self.metrics)
+        self.runner = create_runner(app, shutdown_timeout_s=grace_s)
         self.listener: Listener
+        self.port = 0
 
-    async def start(self) -> str:
+    async def start(self, send_buffer_bytes: int | None = None) -> str:
         await self.runner.setup()
-        self.listener = Listener(self.runner, ConnectionBounds())
-        await self.listener.bind("127.0.0.1", 0)
-        return f"http://127.0.0.1:{self.listener.port}{COMPLETIONS_PATH}"
+        self.listener = Listener(self.runner, ConnectionBounds(), self.metrics)
+        place = socket.create_server(("127.0.0.1", 0))
+        if send_buffer_bytes is not None:
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+        self.listener.listen(place)
+        self.port = self.listener.port
+        return f"http://127.0.0.1:{self.port}{COMPLETIONS_PATH}"
 
     async def end(self) -> None:
         await self.listener.close()
         await self.runner.cleanup()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def begin_to_end(self) -> asyncio.Task[None]:
+        """Tell it to end. Returns once it has closed an idle connection, so that its grace period has begun."""
+        reader, writer = await self.connect()
+        writer.write(HEALTH)
+        async with asyncio.timeout(TIMEOUT_S):
+            await reader.readuntil(b"}")
+        ending = asyncio.create_task(self.end())
+        assert await until_closed(reader) == b""
+        writer.close()
+        return ending
+
+    @property
+    def num_refused(self) -> float:
+        """Connections whose client was blamed for something."""
+        samples = [sample for family in self.metrics.registry.collect() for sample in family.samples]
+        return sum(each.value for each in samples if each.name == "baton_gateway_connections_refused_total")
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the gateway closes the connection."""
+    async with asyncio.timeout(TIMEOUT_S):
+        return await reader.read()
+
+
+def head(content_length: int, more: str = "") -> bytes:
+    """The head of a request for completions, with `more` fields."""
+    return f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {content_length}\r\n\r\n".encode()
 
 
 @asynccontextmanager
@@ -153,6 +189,147 @@ async def test_a_client_that_left_is_still_said_to_have_left(caplog: pytest.LogC
             async with asyncio.timeout(TIMEOUT_S):
                 await generator.closed_early.wait()
     assert "the client has left" in caplog.text
+
+
+async def test_idle_connections_are_closed_at_once() -> None:
+    async with asked(ScriptedGenerator(text=STORY, hang=True, num_before=2), stream=True) as (gateway, asking):
+        ending = await gateway.begin_to_end()
+        assert not ending.done()
+        assert not asking.done()
+        asking.cancel()
+        async with asyncio.timeout(TIMEOUT_S):
+            await ending
+    assert gateway.num_refused == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_whose_body_is_arriving_is_served(stream: bool) -> None:
+    gate = asyncio.Event()
+    generator = ScriptedGenerator(text=STORY, gate=gate, num_before=2)
+    generator.hanging.set()
+    async with asked(generator, stream=True) as (gateway, asking):
+        await eventually(lambda: generator.num_open == 1)
+        body = json.dumps(COMPLETION | {"stream": stream}).encode()
+        reader, writer = await gateway.connect()
+        writer.write(head(len(body), "Expect: 100-continue\r\n"))
+        async with asyncio.timeout(TIMEOUT_S):
+            await reader.readuntil(b"100 Continue\r\n\r\n")
+        writer.write(body[:10])
+        ending = await gateway.begin_to_end()
+        with pytest.raises(ConnectionRefusedError):
+            await gateway.connect()
+        writer.write(body[10:])
+        await eventually(lambda: generator.num_open == 2)
+        gate.set()
+        answer = await until_closed(reader)
+        async with asyncio.timeout(TIMEOUT_S):
+            status, text = await asking
+            await ending
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"\r\nConnection: close\r\n" in answer
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+    assert (status, text.endswith("data: [DONE]\n\n")) == (200, True)
+    assert gateway.num_refused == 0
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, len(HEALTH) - 1])
+async def test_a_request_whose_head_is_arriving_is_served_though_no_other_is_open(num_sent: int) -> None:
+    gateway = Gateway(ScriptedGenerator())
+    await gateway.start()
+    reader, writer = await gateway.connect()
+    writer.write(HEALTH[:num_sent])
+    ending = await gateway.begin_to_end()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not ending.done()
+    writer.write(HEALTH[num_sent:])
+    answer = await until_closed(reader)
+    async with asyncio.timeout(TIMEOUT_S):
+        await ending
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"\r\nConnection: close\r\n" in answer
+    assert gateway.num_refused == 0
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health"])
+async def test_a_head_that_does_not_come_gets_as_much_time_as_ever(sent: bytes) -> None:
+    gateway = Gateway(ScriptedGenerator())
+    await gateway.start()
+    reader, writer = await gateway.connect()
+    with Time() as time:
+        writer.write(sent)
+        ending = await gateway.begin_to_end()
+        await time.advance(ConnectionBounds().header_timeout_s - 1)
+        assert not ending.done()
+        await time.advance(2)
+        answer = await until_closed(reader)
+        async with asyncio.timeout(TIMEOUT_S):
+            await ending
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 " if sent else b"")
+    assert gateway.num_refused == 1
+
+
+async def test_once_its_grace_is_over_a_gateway_waits_for_no_head() -> None:
+    gateway = Gateway(ScriptedGenerator(), grace_s=1.0)
+    await gateway.start()
+    reader, writer = await gateway.connect()
+    with Time() as time:
+        ending = await gateway.begin_to_end()
+        await time.advance(1.1)
+        await time.advance(0)
+        assert ending.done()
+        assert await until_closed(reader) == b""
+    writer.close()
+    assert gateway.num_refused == 0
+
+
+async def test_requests_in_a_row_are_answered_and_the_last_answer_says_that_it_is_the_last() -> None:
+    gate = asyncio.Event()
+    generator = ScriptedGenerator(text=STORY, gate=gate, num_before=2)
+    gateway = Gateway(generator)
+    await gateway.start()
+    body = json.dumps(COMPLETION).encode()
+    reader, writer = await gateway.connect()
+    writer.write(head(len(body)) + body + HEALTH)
+    await eventually(lambda: generator.num_open == 1)
+    ending = await gateway.begin_to_end()
+    gate.set()
+    answer = await until_closed(reader)
+    async with asyncio.timeout(TIMEOUT_S):
+        await ending
+    writer.close()
+    first, last = answer.split(b"HTTP/1.1 200 ")[1:]
+    assert b"\r\nConnection: close\r\n" not in first
+    assert b"\r\nConnection: close\r\n" in last
+
+
+async def test_a_gateway_does_not_end_before_its_last_answers_are_read() -> None:
+    """The kernel takes a part of this answer, and the process holds the rest."""
+    gateway = Gateway(ScriptedGenerator(text="hello " * 100, tokens_per_delta=100))
+    await gateway.start(send_buffer_bytes=4096)
+    body = json.dumps(LARGE | {"prompt": ["hello"] * 3}).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", gateway.port))
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(client, head(len(body)) + body)
+        name, labels = "baton_gateway_requests_total", {"endpoint": COMPLETIONS_PATH, "code": "200"}
+        await eventually(lambda: bool(gateway.metrics.registry.get_sample_value(name, labels)))
+        ending = await gateway.begin_to_end()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not ending.done()
+        answer = b""
+        async with asyncio.timeout(TIMEOUT_S):
+            while part := await loop.sock_recv(client, 2**16):
+                answer += part
+            await ending
+    assert answer.endswith(b"}")
+    assert gateway.num_refused == 0
 
 
 class FragileLinks:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import suppress
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,13 @@ from gateway_fixtures import (
     MODEL,
     ScriptedGenerator,
     assert_error,
+    byte_level,
     byte_level_backend,
     encode,
     post,
     serve,
     settings,
+    wrap,
 )
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +36,8 @@ from gateway.text.tokenizer import ModelTokenizer
 
 LARGE = {"model": MODEL, "prompt": [[5, 6]] * 32, "n": 16, "max_tokens": 16, "logprobs": 20}
 MOST_SPELLINGS_IN_A_TURN = 20_000
+LONG_CONTEXT = 32_768
+MOST_DECODED_IN_A_TURN = 1024
 
 
 class CountingTokenizer(ModelTokenizer):
@@ -43,6 +48,56 @@ class CountingTokenizer(ModelTokenizer):
     def spelling(self, token_id: int) -> tuple[str, bytes]:
         self.num_spelt += 1
         return super().spelling(token_id)
+
+
+class CountingBackend:
+    """A tokenizer's backend that counts the tokens that become text, and those of them on the thread that made it."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._thread = threading.get_ident()
+        self.num_tokens = 0
+        self.num_here = 0
+
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        self._count(len(token_ids))
+        return self._backend.decode(token_ids, **options)
+
+    def decode_batch(self, sequences: Any, **options: Any) -> Any:
+        self._count(sum(map(len, sequences)))
+        return self._backend.decode_batch(sequences, **options)
+
+    def id_to_token(self, token_id: int) -> Any:
+        self._count(1)
+        return self._backend.id_to_token(token_id)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def _count(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        if threading.get_ident() == self._thread:
+            self.num_here += num_tokens
+
+
+@asynccontextmanager
+async def growth(count: Callable[[], int]) -> AsyncIterator[Callable[[], int]]:
+    """Gives what returns by how much `count` has grown at most while another task waited for its turn."""
+    most = 0
+
+    async def take_turns() -> None:
+        nonlocal most
+        while True:
+            before = count()
+            await asyncio.sleep(0)
+            most = max(most, count() - before)
+
+    task = asyncio.create_task(take_turns())
+    try:
+        yield lambda: most
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _array(*items: object) -> Iterator[object]:
@@ -70,27 +125,45 @@ async def test_others_get_their_turns_while_a_large_answer_is_made(tokens_per_de
         PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), bos_token="<s>", eos_token="</s>")
     )
     generator = ScriptedGenerator(token_ids=encode("hello") * 16, tokens_per_delta=tokens_per_delta)
-    most = 0
-
-    async def take_turns() -> None:
-        nonlocal most
-        while True:
-            before = tokenizer.num_spelt
-            await asyncio.sleep(0)
-            most = max(most, tokenizer.num_spelt - before)
-
     async with serve(generator, model_tokenizer=tokenizer) as server, aiohttp.ClientSession() as session:
-        turns = asyncio.create_task(take_turns())
-        async with session.post(server.url + COMPLETIONS_PATH, json=LARGE) as response:
-            assert response.status == 200
-            answer = json.loads(await response.read())
-        turns.cancel()
-        with suppress(asyncio.CancelledError):
-            await turns
+        async with growth(lambda: tokenizer.num_spelt) as most:
+            async with session.post(server.url + COMPLETIONS_PATH, json=LARGE) as response:
+                assert response.status == 200
+                answer = json.loads(await response.read())
     assert len(answer["choices"]) == 32 * 16
     assert all(len(choice["logprobs"]["tokens"]) == 16 for choice in answer["choices"])
     assert tokenizer.num_spelt >= 32 * 16 * 16 * 22
-    assert most <= MOST_SPELLINGS_IN_A_TURN
+    assert most() <= MOST_SPELLINGS_IN_A_TURN
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/detokenize", {"tokens": [5] * LONG_CONTEXT}),
+        ("/tokenize", {"prompt": "9" * (LONG_CONTEXT - 1), "return_token_strs": True}),
+        (COMPLETIONS_PATH, {"prompt": [5] * (LONG_CONTEXT - 1), "echo": True, "max_tokens": 0}),
+        (COMPLETIONS_PATH, {"prompt": [[5] * 16] * 2048, "echo": True, "max_tokens": 0}),
+    ],
+    ids=["detokenize", "names of tokens", "echo", "echo of many"],
+)
+async def test_others_get_their_turns_while_many_tokens_become_text(path: str, body: dict[str, Any]) -> None:
+    """A large model's context held the event loop for a tenth of a second."""
+    model_tokenizer = wrap(byte_level_backend())
+    backend = model_tokenizer._backend = CountingBackend(model_tokenizer._backend)
+    limits = settings(max_sequence_tokens=LONG_CONTEXT)
+    async with serve(ScriptedGenerator(), limits, model_tokenizer) as server, aiohttp.ClientSession() as session:
+        async with growth(lambda: backend.num_here) as most:
+            async with session.post(server.url + path, json=body) as response:
+                answer = json.loads(await response.read())
+                assert response.status == 200, answer
+    assert backend.num_tokens >= LONG_CONTEXT - 1
+    assert most() <= MOST_DECODED_IN_A_TURN
+    if path == "/tokenize":
+        assert answer["token_strs"] == ["<s>"] + ["9"] * (LONG_CONTEXT - 1)
+    else:
+        texts = [answer["prompt"]] if path == "/detokenize" else [choice["text"] for choice in answer["choices"]]
+        (text,) = set(texts)
+        assert text == byte_level().decode([5] * (16 if len(texts) > 1 else backend.num_tokens))
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,34 @@ async def test_long_texts_are_tokenised_a_few_at_once_and_not_for_clients_that_h
     assert len(begun) == 14
 
 
+async def test_the_event_loop_runs_while_many_tokens_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, and without the interpreter lock: with it, there would be a turn or two before and after."""
+    tokenizer, num_turns, during = wrap(byte_level_backend()), 0, list[int]()
+    backend = tokenizer._backend
+
+    class Watched:
+        def decode_batch(self, *args: object, **options: object) -> object:
+            before = num_turns
+            texts = backend.decode_batch(*args, **options)
+            during.append(num_turns - before)
+            return texts
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(tokenizer, "_backend", Watched())
+    turns = asyncio.create_task(take_turns())
+    token_ids = encode("hello ") * 100_000
+    while max(during, default=0) < 5 and len(during) < 50:
+        assert await tokenizer.text_of(token_ids, with_special=True) == "hello " * 100_000
+    turns.cancel()
+    await asyncio.gather(turns, return_exceptions=True)
+    assert max(during) >= 5
+
+
 async def test_tokenize_is_charged(tmp_path: Path) -> None:
     async with client_of(tmp_path, "tokens_per_minute = 60") as client:
         status, answer, _ = await client.ask({"prompt": "9" * 39}, "/tokenize")
@@ -195,25 +223,72 @@ async def test_tokenize_is_charged(tmp_path: Path) -> None:
         assert (await client.ask({"prompt": "9" * 29}, "/tokenize"))[0] == 200
 
 
+PREDICTION = {"prediction": {"type": "content", "content": "9" * 2500}}
+
+
 @pytest.mark.parametrize(
-    ("path", "prompt"),
-    [(COMPLETIONS_PATH, "9" * 2500), ("/tokenize", "9" * 2500), (COMPLETIONS_PATH, ["9" * 200] * 20)],
-    ids=["completion", "tokenize", "long together"],
+    ("path", "body"),
+    [
+        (COMPLETIONS_PATH, {"prompt": "9" * 2500}),
+        ("/tokenize", {"prompt": "9" * 2500}),
+        (COMPLETIONS_PATH, {"prompt": ["9" * 200] * 20}),
+        (COMPLETIONS_PATH, {"prompt": [5] * 20} | PREDICTION),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "9" * 20}]} | PREDICTION),
+    ],
+    ids=["completion", "tokenize", "long together", "prediction", "prediction of a chat"],
 )
 async def test_who_has_nothing_left_gets_nothing_long_tokenised(
-    path: str, prompt: str | list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = settings(max_sequence_tokens=4096)
     async with client_of(tmp_path, "tokens_per_minute = 3000", api_settings=context) as client:
         assert (await client.ask({"prompt": [5] * 2990, "max_tokens": 1}))[0] == 200
 
-        def never(*_: object) -> list[int]:
-            raise AssertionError("it was tokenised")
+        encode_whole = ModelTokenizer._encode_whole
 
-        monkeypatch.setattr(ModelTokenizer, "_encode_whole", never)
-        status, answer, _ = await client.ask({"prompt": prompt}, path)
+        def only_short(self: ModelTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+            assert len(text) < 100, "it was tokenised"
+            return encode_whole(self, text, add_special_tokens)
+
+        monkeypatch.setattr(ModelTokenizer, "_encode_whole", only_short)
+        status, answer, _ = await client.ask(body, path)
         assert status == 429
         assert_error(answer, None, "tokens_per_minute")
+
+
+@pytest.mark.parametrize("content", ["9" * 20, "9" * 2500])
+async def test_a_prediction_costs_nothing(content: str, tmp_path: Path) -> None:
+    context = settings(max_sequence_tokens=4096)
+    body = COMPLETION | {"prompt": [5] * 20, "max_tokens": 1}
+    async with client_of(tmp_path, "tokens_per_minute = 3000", api_settings=context) as client:
+        for left in (2979, 2958):
+            status, _, headers = await client.ask(body | {"prediction": {"type": "content", "content": content}})
+            assert status == 200
+            _, _, headers = await client.ask({"prompt": 5})
+            assert headers["x-ratelimit-remaining-tokens"] == str(left)
+        too_long = {"prediction": {"type": "content", "content": "9" * 1_000_000}}
+        status, _, headers = await client.ask(body | too_long)
+        assert (status, headers["x-ratelimit-remaining-tokens"]) == (400, "2958"), "its length alone shows it"
+
+
+async def test_detokenize_is_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(tmp_path, "tokens_per_minute = 60") as client:
+        for wrong in ([10**9], [5] * (CONTEXT + 1), [5] * 61):
+            status, _, headers = await client.ask({"tokens": wrong}, "/detokenize")
+            assert (status, headers["x-ratelimit-remaining-tokens"]) == (400, "60")
+        status, _, headers = await client.ask({"tokens": [5] * 40}, "/detokenize")
+        assert (status, headers["x-ratelimit-remaining-tokens"]) == (200, "20")
+
+        def never(*_: object) -> str:
+            raise AssertionError("it was decoded")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelTokenizer, "decode_all", never)
+            status, answer, headers = await client.ask({"tokens": [5] * 30}, "/detokenize")
+        assert (status, headers["Retry-After"]) == (429, "10")
+        assert_error(answer, None, "tokens_per_minute")
+        client.time.now += 10
+        assert (await client.ask({"tokens": [5] * 30}, "/detokenize"))[0] == 200
 
 
 async def test_a_long_prompt_costs_its_tokens_once_and_what_is_refused_then_its_length(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
+import logging
 import os
 import socket
 import ssl
@@ -21,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, serve
+from test_connections import HEALTH, TIMEOUT_S
 from waiting import StandingClock
 
 from common.contract.errors import OperatorError
@@ -78,6 +81,27 @@ async def test_requests_over_tls(certificate: Certificate) -> None:
                 ) as response:
                     assert response.status == 200
                     assert "world" in await response.text()
+
+
+async def test_connections_are_closed_once_and_without_errors(
+    certificate: Certificate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A transport over TLS is of no use after a second `close`."""
+    tls = ServerTls(certificate.chain, certificate.key)
+    async with serve(ScriptedGenerator(), tls=tls.context) as server, asyncio.timeout(TIMEOUT_S):
+        port, trusting = _port(server.url), certificate.client()
+        idle, one = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        one.write(HEALTH)
+        await idle.readuntil(b"}")
+        closed, other = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        other.write(HEALTH.replace(b"Host:", b"Connection: close\r\nHost:"))
+        assert (await closed.read()).endswith(b"}")
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await idle.read() == b""
+    one.close()
+    other.close()
+    gc.collect()  # an exception of a task is logged when the task is collected
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])

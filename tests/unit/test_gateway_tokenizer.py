@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from gateway_fixtures import BOS, CHAT_TEMPLATE, byte_fallback_backend, byte_level_backend, encode, tokenizer, wrap
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, tokenization_utils_tokenizers
+from transformers.models.auto import tokenization_auto
 
 from common.contract.errors import OperatorError
 from gateway.api_settings import SamplingDefaults
@@ -134,6 +136,143 @@ def test_code_of_a_checkpoint_is_not_run_whatever_a_person_at_the_terminal_would
     with suppress(OperatorError):
         ModelTokenizer.load(model)
     assert not ran.exists()
+
+
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WRONG = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+"""A pattern in the manner of the conversions that `transformers` suspects."""
+ACROSS = "oW"
+"""A token that reaches over the border of two of tekken's words, but of no word of `WRONG`, in `CAMEL`."""
+CAMEL = "helloWorld"
+
+
+def mistral_folder(
+    path: Path, pattern: str | None, num_tokens: int = 100_100, tekken: object = None, **stated: object
+) -> Path:
+    """A Mistral checkpoint's files for the gateway. `pattern` splits texts; None: as tokenizers made from SentencePiece
+    do. `stated` goes into its `tokenizer_config.json`."""
+    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), ACROSS, "▁"]
+    words += (f"<filler {number}>" for number in range(num_tokens - len(words)))
+    backend = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [("o", "W")]))
+    backend.decoder = decoders.ByteLevel()
+    split: pre_tokenizers.PreTokenizer = pre_tokenizers.Metaspace(split=False)
+    if pattern is not None:
+        first = pre_tokenizers.Split(Regex(pattern), "isolated")
+        split = pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer = split
+    path.mkdir(exist_ok=True)
+    backend.save(str(path / "tokenizer.json"))
+    files: dict[str, object] = {
+        "config.json": {"model_type": "mistral", "transformers_version": "4.49.0", "vocab_size": num_tokens},
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", **stated},
+    }
+    if tekken is not None:
+        files["tekken.json"] = tekken
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `transformers` warns of."""
+    said: list[str] = []
+    monkeypatch.setattr(tokenization_utils_tokenizers.logger, "warning", lambda text, *_: said.append(text))
+    return said
+
+
+async def crosses(folder: Path) -> bool:
+    """Whether `CAMEL` is one word."""
+    loaded = ModelTokenizer.load(folder)
+    token_ids = await loaded.encode(CAMEL)
+    assert loaded.decode(token_ids) == CAMEL
+    return ACROSS in spelt(loaded, token_ids)
+
+
+def spelt(loaded: ModelTokenizer, token_ids: list[int]) -> list[str]:
+    return [loaded.spelling(token_id)[0] for token_id in token_ids]
+
+
+async def test_tokenizer_json_goes_before_mistrals_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `mistral_common` is installed, as it is beside vLLM, `transformers` by itself takes the other one."""
+    folder = mistral_folder(tmp_path, TEKKEN, 300, tekken={"config": {"pattern": TEKKEN}})
+    monkeypatch.setattr("transformers.integrations.mistral.tokenizer.is_mistral_common_available", lambda: True)
+    monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
+    assert tokenization_auto._use_mistral_format(folder)
+    assert not await crosses(folder)
+
+
+async def test_a_wrong_split_is_mended_where_tekken_json_has_the_right_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, warnings: list[str]
+) -> None:
+    caplog.set_level("INFO")
+    folder = mistral_folder(tmp_path, WRONG, tekken={"config": {"pattern": TEKKEN}})
+    loaded, reference = ModelTokenizer.load(folder), AutoTokenizer.from_pretrained(folder, fix_mistral_regex=True)
+    assert not warnings
+    for text in (CAMEL, "hello World 2026\n\n  it'LL/do\n日本"):
+        assert await loaded.encode(text) == reference(text, add_special_tokens=False)["input_ids"]
+    assert ACROSS not in spelt(loaded, await loaded.encode(CAMEL))
+    assert f"{folder / 'tokenizer.json'} splits texts by a wrong pattern; that of tekken.json is used" in caplog.text
+
+
+async def test_a_split_that_nothing_tells_wrong_stays_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, warnings: list[str]
+) -> None:
+    folder = mistral_folder(tmp_path, WRONG)
+    assert await crosses(folder)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "put the tekken.json of the model into its folder" in caplog.text
+    assert not warnings, "it would name an option that the gateway does not have"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_tokens", "tekken", "config"),
+    [
+        (TEKKEN, 100_100, None, {}),
+        (TEKKEN, 100_100, {"config": {"pattern": TEKKEN}}, {}),
+        (WRONG, 100_100, {"config": {"pattern": WRONG}}, {}),
+        (WRONG, 100_100, {"config": {"pattern": TEKKEN}}, {"transformers_version": "5.0.0"}),
+        (WRONG, 100_100, {"config": {"pattern": TEKKEN}}, {"model_type": "llama"}),
+        (WRONG, 300, {"config": {"pattern": TEKKEN}}, {}),
+        (None, 300, {"config": {"pattern": TEKKEN}}, {}),
+        (None, 100_100, {"config": {"pattern": TEKKEN}}, {}),
+    ],
+    ids=["right", "right twice", "its own", "new", "another family", "small", "SentencePiece", "large SentencePiece"],
+)
+async def test_a_split_that_is_not_suspect_or_not_wrong_stays(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    warnings: list[str],
+    pattern: str | None,
+    num_tokens: int,
+    tekken: object,
+    config: dict[str, object],
+) -> None:
+    caplog.set_level("INFO")
+    folder = mistral_folder(tmp_path, pattern, num_tokens, tekken)
+    stated = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(stated))
+    before = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
+    after = ModelTokenizer.load(folder)._backend.pre_tokenizer
+    assert after.__getstate__() == before.__getstate__()
+    assert not [*warnings, *caplog.messages]
+
+
+async def test_a_checkpoint_that_asks_for_the_fix_has_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, warnings: list[str]
+) -> None:
+    assert not await crosses(mistral_folder(tmp_path, WRONG, fix_mistral_regex=True))
+    assert not [*warnings, *caplog.messages]
+
+
+def test_a_pattern_that_is_none_is_the_operators_to_mend(tmp_path: Path) -> None:
+    folder = mistral_folder(tmp_path, WRONG, tekken={"config": {"pattern": "("}})
+    with pytest.raises(OperatorError, match=r"tekken\.json has a pattern that is no regular expression"):
+        ModelTokenizer.load(folder)
 
 
 def test_tokens_are_spelt_by_text_or_bytes() -> None:

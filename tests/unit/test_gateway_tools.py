@@ -481,6 +481,16 @@ async def test_reasoning_may_be_left_out(stream: bool) -> None:
         assert message.content == "Good night. </think>"
 
 
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n"])
+@pytest.mark.parametrize("tokens_per_delta", [1, 1000])
+async def test_an_answer_in_a_format_keeps_its_white_space_after_reasoning(gap: str, tokens_per_delta: int) -> None:
+    body: Any = {"extra_body": {"guided_choice": [" yes", " no"]}}
+    for asked, content in ((body, " yes"), ({}, "yes")):
+        generator = scripted(f"<think>\nhm\n</think>{gap} yes", tokens_per_delta=tokens_per_delta)
+        message = (await ask(generator, "hermes reasoning", **asked)).choices[0].message
+        assert (message.reasoning, message.content) == ("hm", content)
+
+
 async def test_an_answer_that_never_closes_its_reasoning() -> None:
     answer = await ask(ScriptedGenerator(token_ids=tokens_of("well, hm"), finish_reason="length"), "hermes thinking")
     message = answer.choices[0].message

@@ -27,9 +27,9 @@ from common.contract.messages.handoff import (
 )
 from common.contract.messages.worker import Tokens
 from kv_transfer import lease_table, parked
-from kv_transfer.events import LeaseDropped, Released, Send, Unpinned
+from kv_transfer.events import LeaseDropped, PullFailed, Released, Send, Unpinned
 from kv_transfer.lease_table import LeaseAction, LeaseTable
-from kv_transfer.pull import Abandoned, Pull
+from kv_transfer.pull import Pull
 
 R1, R2 = RequestId("r1"), RequestId("r2")
 D1, D2 = Incarnation("d1"), Incarnation("d2")
@@ -1045,9 +1045,9 @@ def test_who_attaches_when_the_first_token_has_ended_the_request_is_told_so() ->
     assert (offer.attempt, offer.start, offer.block_ids, offer.num_blocks) == (2, 0, (), len(BLOCKS))
     assert (done.attempt, done.lease, done.first_tokens[0].finish_reason) == (2, offer.lease, "stop")
     assert table.num_readers == len(table) == len(table.parked) == 0
-    pull = Pull(key(2), Source(address="p:1", incarnation=Incarnation("p")), offered=1)
+    pull = Pull(Source(address="p:1", incarnation=Incarnation("p")), attach(2, offered=1))
     pull.attach()
     pull.blocks_ready(offer)
-    assert [action for action in pull.prefill_done(done) if isinstance(action, Abandoned)] == [
-        Abandoned(None, "the first token ended the request")
+    assert [action for action in pull.prefill_done(done) if isinstance(action, PullFailed)] == [
+        PullFailed(pull, None, "the first token ended the request")
     ]

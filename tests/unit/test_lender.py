@@ -26,11 +26,15 @@ from common.contract.messages.worker import Tokens
 from kv_transfer import lender as lending
 from kv_transfer.events import Consequence, LeaseDropped, Released, Send, Serve, TransferAction, Unpinned
 from kv_transfer.lender import LENT_TTL_S, Lender
+from kv_transfer.transport import SLOWEST_READ_BYTES_PER_S
 
 R1, R2, PREFIX = RequestId("r1"), RequestId("r2"), RequestId("prefix")
 D1, D2 = Incarnation("d1"), Incarnation("d2")
 KEY = RequestKey(R1, 1)
 TTL_S = 7.0
+BLOCK_BYTES = 2 * int(SLOWEST_READ_BYTES_PER_S)
+PREFIX_TTL_S = LENT_TTL_S + 6.0
+"""Seconds for which a prefix of three blocks is lent: each of them may take two seconds."""
 CACHED = block_hashes(range(12), 4)
 """Names of the blocks that the worker's cache holds."""
 OTHER = block_hashes(range(100, 112), 4)
@@ -52,6 +56,7 @@ class Worker:
         self.lender = Lender(
             emit=self.handle,
             clock=lambda: self.now,
+            block_bytes=BLOCK_BYTES,
             find_prefix=self.find_prefix,
             unattached_ttl_s=TTL_S,
             checksum=(lambda blocks: [1000 + block for block in blocks]) if checksums else None,
@@ -276,7 +281,7 @@ def test_a_prefix_that_is_asked_for_again_is_lent_once(worker: Worker) -> None:
     worker.now += 5.0
     assert worker.lend() == offer
     assert worker.held == {10: 1, 11: 1, 12: 1}
-    worker.lender.expire(100.0 + LENT_TTL_S - 0.1)
+    worker.lender.expire(100.0 + PREFIX_TTL_S - 0.1)
     assert worker.lender.num_leases == 1
     assert worker.metric("baton_prefixes_lent") == 1
 
@@ -291,9 +296,9 @@ def test_a_prefix_that_nobody_has_is_refused(worker: Worker) -> None:
 
 def test_a_prefix_is_lent_for_so_long_and_only_its_sink_is_told(worker: Worker) -> None:
     worker.lend()
-    worker.lender.expire(100.0 + LENT_TTL_S - 0.1)
+    worker.lender.expire(100.0 + PREFIX_TTL_S - 0.1)
     assert worker.held
-    worker.lender.expire(100.0 + LENT_TTL_S)
+    worker.lender.expire(100.0 + PREFIX_TTL_S)
     assert kinds(worker.told()) == [(D1, OfferWithdrawn)]
     assert (worker.held, worker.dropped) == ({}, [])
     assert worker.serving == [True], "its read may be under way"

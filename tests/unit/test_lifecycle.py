@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from common.runtime.lifecycle import collector_paused
+from common.runtime.lifecycle import collector_paused, command_of
 
 RESTARTS = """
 import os, sys
@@ -48,6 +50,62 @@ def test_a_program_that_cannot_start_again_goes_on() -> None:
         command = [sys.executable, "-c", lost, "it", nowhere]
         done = subprocess.run(command, env={}, capture_output=True, text=True, check=True, timeout=60)
         assert done.stdout.splitlines()[1:] == ["goes on"]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere programs do not start again")
+def test_a_program_that_starts_again_has_its_options() -> None:
+    told = RESTARTS.replace('print("goes on")', "print(sys.flags.safe_path)")
+    command = [sys.executable, "-P", "-c", told, "keeps it"]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": os.getcwd()}, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[1:] == [done.stdout.splitlines()[0].replace("None", "is set"), "True"]
+
+
+def test_a_module_imports_from_the_current_folder_only_if_who_starts_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/somewhere"])
+    assert command_of("gateway", "--help") == [sys.executable, "-P", "-m", "gateway", "--help"]
+    for here in ("", os.getcwd()):  # as `-c` and `-m` have it
+        monkeypatch.setattr(sys, "path", [here, "/somewhere"])
+        assert command_of("gateway", "--help") == [sys.executable, "-m", "gateway", "--help"]
+
+
+def test_a_module_is_started_although_the_current_folder_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert command_of("gateway")[1:] == ["-P", "-m", "gateway"]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("leave(3)", 3),
+        ("exit_on_operator_error(operator_error)", 2),
+    ],
+)
+def test_a_program_whose_errors_cannot_be_written_ends_as_it_would(ending: str, code: int) -> None:
+    program = f"""
+import logging
+from common.contract.errors import OperatorError
+from common.runtime.lifecycle import exit_on_operator_error, leave
+
+def operator_error():
+    raise OperatorError("of an operator")
+
+logging.error("what is left to be written")
+{ending}
+"""
+    buffered = {"PYTHONPATH": os.getcwd()}  # nothing is left to be written with PYTHONUNBUFFERED
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", program], env=buffered, stderr=full, timeout=60)
+    assert done.returncode == code
 
 
 def test_the_collector_rests_and_goes_on_whatever_happens() -> None:

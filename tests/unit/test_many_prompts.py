@@ -79,6 +79,17 @@ async def test_the_tables_of_stop_strings_are_made_once_for_all_choices(monkeypa
     assert sorted(made) == ["x", "yz"]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_a_stop_string_has_ended_is_given_up_before_its_client_reads_the_end(n: int) -> None:
+    generator = ScriptedGenerator(text="hello fox again")
+    pieces = stream_pieces(generator, tokenizer(), job_of(1, n=n, stops=("fox",)))
+    ended = [await anext(pieces)]
+    while ended[-1].finish_reason is None:
+        ended.append(await anext(pieces))
+    assert generator.given_up == [ended[-1].choice]
+    await pieces.aclose()
+
+
 class Read:
     """One more prompt than are generated at once, on the only decode worker."""
 

@@ -135,6 +135,21 @@ async def test_who_is_given_up_is_told_nothing_and_keeps_nobody_waiting(
     assert masks.num_made == 1
 
 
+async def test_a_text_that_has_grown_is_asked_for_anew_while_it_is_read(gated: Gated) -> None:
+    """As that of a sequence that moves here: it is read while blocks are read, then with its newest tokens."""
+    masks = Masks(gated)
+    text = Asker(masks, 'start: "slow" /[0-9]*/')
+    before = text.ask()
+    async with asyncio.timeout(60):
+        while text.state.matcher is None:
+            await asyncio.sleep(0.001)
+    masks.forget(text.state)
+    told = text.ask("slow12")
+    gated.gate.set()
+    assert await soon(told) is None
+    assert (text.state.num_read, masks.num_made, before.done()) == (6, 1, False)
+
+
 class Panicking(Grammars):
     """Reading panics, as the library may: in a text, or wherever a matcher is copied from one that is broken."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from migration_bench import GATEWAY, MAX_TOKENS, Gateway, Leg, Site, World, chain
+from migration_bench import BLOCK_SIZE, GATEWAY, MAX_TOKENS, Gateway, Leg, Site, World, chain
 from step_tokens import handles
 
 from common.contract.errors import Cause
@@ -18,21 +19,25 @@ from common.contract.messages.handoff import AttachSequence, Detach, OfferWithdr
 from common.contract.messages.session import Phase
 from common.contract.messages.worker import Cut, Failed, Finished, Moved, TokenLogprobs, Tokens
 from common.contract.sampling import SamplingParams
+from common.engine.grammar import GaveUp, GrammarState
+from common.engine.masks import Tell
 from decode_worker import answers as answers_module
 from decode_worker import migration as migration_module
 from decode_worker import request as request_module
 from decode_worker.columns import DecodeColumns
 from decode_worker.core import _fits
-from decode_worker.migration import MAX_PUT_OFF, goes_on
+from decode_worker.migration import MAX_PUT_OFF, MAX_TAIL_BLOCKS, goes_on
+from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage
 from decode_worker.step import Step
+from kv_transfer import lender as lender_module
 from kv_transfer.lender import LENT_TTL_S
 
 PROMPT = range(10)
 
 
 def running(
-    world: World, num_steps: int = 5, max_tokens: int = 30, num_choices: int = 1, *, drain: bool = True, **asked: bool
+    world: World, num_steps: int = 5, max_tokens: int = 30, num_choices: int = 1, *, drain: bool = True, **asked: Any
 ) -> Leg:
     """A request that the first worker, which is drained, has generated some tokens of; the next step is in flight."""
     site = first(world)
@@ -292,6 +297,93 @@ def test_log_probabilities_travel() -> None:
     assert len(whole.logprobs) == len(whole.token_ids) - len(PROMPT) == 30
 
 
+class CountedMasks:
+    """In place of `Masks`: each is there when the test says so, and it is counted how much was read for it."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.at_once = False
+        self.awaited: dict[GrammarState, tuple[int, Tell]] = {}
+        self.num_read: list[int] = []
+        site.worker._masks = self  # type: ignore[assignment]
+
+    def ask(self, grammar: str, state: GrammarState, token_ids: Sequence[int], prompt_len: int, tell: Tell) -> None:
+        assert state not in self.awaited, "it waits for one already"
+        self.awaited[state] = len(token_ids) - prompt_len, tell
+        if self.at_once:
+            self._tell()
+
+    def forget(self, state: GrammarState) -> None:
+        self.awaited.pop(state, None)
+
+    async def wait_for_expected(self) -> None:
+        """None is."""
+
+    def give(self, gave_up: GaveUp | None = None) -> None:
+        self._tell(gave_up)
+        self.site.wake()
+
+    def _tell(self, gave_up: GaveUp | None = None) -> None:
+        for state, (num_output, tell) in list(self.awaited.items()):
+            del self.awaited[state]
+            self.num_read.append(num_output - state.num_read)
+            state.num_read, state.allowed = num_output, b""
+            tell(gave_up)
+
+
+def within_a_grammar(world: World) -> tuple[Leg, CountedMasks, CountedMasks]:
+    """A sequence with 7 tokens of its own that waits for its next mask; the masks of both workers."""
+    d0 = first(world)
+    theirs, ours = CountedMasks(d0), CountedMasks(second(world))
+    old = world.gateway.ask(d0, PROMPT, 30, grammar="start: /x*/")
+    world.deliver()
+    for _ in range(7):
+        theirs.give()
+        end_step(world, d0)
+    assert len(old.ask.choices[0].token_ids) == 17
+    d0.drain()
+    return old, theirs, ours
+
+
+@pytest.mark.parametrize("quickly", [True, False])
+def test_a_sequence_is_read_within_its_grammar_while_it_runs(quickly: bool) -> None:
+    """After the cut only the newest tokens are left to read, unless reading takes longer than everything else."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, theirs, ours = within_a_grammar(world)
+    world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    assert len(ours.awaited) == 1, "it is asked for during the first stage"
+    if quickly:
+        ours.give()
+    theirs.give()
+    d0.end_step()
+    world.deliver()
+    assert (old.moved, d1.in_step) == ({0}, False)
+    ours.give()
+    assert d1.in_step
+    assert ours.num_read == ([6, 2] if quickly else [8])
+    ours.at_once = True
+    finish(world)
+    assert no_token_was_computed_twice(world)
+    assert len(old.ask.choices[0].token_ids) == 40
+
+
+def test_a_grammar_that_gives_up_at_the_sink_leaves_the_sequence_where_it_is() -> None:
+    world = World()
+    d1 = second(world)
+    old, theirs, ours = within_a_grammar(world)
+    new = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    ours.give(GaveUp("items", "too many"))
+    world.deliver()
+    assert (failed(new), old.cut) == (Cause.INVALID, set())
+    theirs.at_once = True
+    theirs.give()
+    finish(world)
+    assert kinds(old) == [Finished]
+
+
 # --- several choices ---------------------------------------------------------------------------------------------
 
 
@@ -518,6 +610,21 @@ def test_without_a_source_there_is_no_move() -> None:
     assert kinds(old) == [Finished]
 
 
+def test_a_long_sequence_whose_source_is_lost_is_not_tried_without_reading_ahead() -> None:
+    """And its sink is not blamed for it."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, 25, max_tokens=60)
+    new = world.gateway.move(old, d1)
+    d1.hear_gateway()
+    d1.links.lose(d0.address, "no answer")
+    world.deliver()
+    assert failed(new) is Cause.WORKER_LOST
+    assert d1.left() == {}
+    finish(world)
+    assert kinds(old) == [Finished]
+
+
 def test_a_source_that_is_lost_while_it_is_read_from_keeps_its_sequence() -> None:
     world = World()
     d0, d1 = first(world), second(world)
@@ -527,7 +634,7 @@ def test_a_source_that_is_lost_while_it_is_read_from_keeps_its_sequence() -> Non
     d1.links.lose(d0.address, "silent")
     d0.lose_sink(d1.name)
     world.deliver()
-    assert failed(new) is Cause.TRANSFER
+    assert failed(new) is Cause.WORKER_LOST, "which is not this worker's fault"
     assert d1.left() == {}
     finish(world)
     assert (old.cut, kinds(old)) == (set(), [Finished])
@@ -536,7 +643,7 @@ def test_a_source_that_is_lost_while_it_is_read_from_keeps_its_sequence() -> Non
 # --- the first stage fails ---------------------------------------------------------------------------------------
 
 
-def test_when_the_first_stage_fails_the_second_reads_everything() -> None:
+def test_when_the_first_stage_of_a_short_sequence_fails_the_second_reads_everything() -> None:
     world = World()
     d0, d1 = first(world), second(world)
     old = running(world)
@@ -553,6 +660,67 @@ def test_when_the_first_stage_fails_the_second_reads_everything() -> None:
     assert no_token_was_computed_twice(world)
 
 
+def test_when_reading_ahead_fails_a_long_sequence_stays() -> None:
+    """What was not read before the cut would be read after it."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, 25, max_tokens=60)
+    new = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    [read] = d1.reads.open
+    d1.reads.copy(read)
+    d1.reads.end(read, "the connection broke")
+    world.deliver()
+    end_step(world, d0)
+    assert (failed(new), old.cut, d0.in_step) == (Cause.TRANSFER, set(), True)
+    world.gateway.move(old, d1)
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.core.arrivals.num_tail_blocks == 1
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+def test_while_the_source_has_lent_too_much_a_long_sequence_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not cut for a sink that has read none of it: the pause would grow with its length."""
+    monkeypatch.setattr(lender_module, "MAX_LENT", 1)
+    world = World(num_blocks=64)
+    d0, d1 = first(world), second(world)
+    olds = [world.gateway.ask(d0, range(100 * number, 100 * number + 10), 60) for number in range(2)]
+    world.deliver()
+    d0.step(25)
+    world.deliver()
+    d0.drain()
+    _, refused = [world.gateway.move(old, d1) for old in olds]
+    world.deliver(reads=False)
+    assert failed(refused) is Cause.LEASE_LOST
+    world.deliver()
+    end_step(world, d0)
+    assert [old.moved for old in olds] == [{0}, set()]
+    assert (olds[1].cut, d0.in_step) == (set(), True), "it goes on"
+    world.gateway.move(olds[1], d1)
+    world.deliver()
+    end_step(world, d0)
+    assert olds[1].moved == {0}
+    assert d1.core.arrivals.num_tail_blocks <= 2 * MAX_TAIL_BLOCKS
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+def test_what_is_little_is_read_after_the_cut_if_the_source_has_lent_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lender_module, "MAX_LENT", 0)
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world)
+    world.gateway.move(old, d1)
+    world.deliver()
+    end_step(world, d0)
+    assert (old.moved, d1.core.arrivals.num_tail_blocks) == ({0}, MAX_TAIL_BLOCKS)
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
 def test_a_first_stage_that_is_withdrawn_while_it_reads_is_the_end_of_the_move() -> None:
     """A late read may still write to these blocks: they are nobody's until it has ended."""
     world = World()
@@ -560,7 +728,7 @@ def test_a_first_stage_that_is_withdrawn_while_it_reads_is_the_end_of_the_move()
     old = running(world)
     new = world.gateway.move(old, d1)
     world.deliver(reads=False)
-    world.now += LENT_TTL_S
+    world.now += LENT_TTL_S + 1.0
     d0.tick()
     world.deliver(reads=False)
     assert failed(new) is Cause.TRANSFER
@@ -1041,13 +1209,35 @@ WORK = Decode(
 )
 TOKENS = Tokens(request=RequestId("r"), attempt=1, choice=1, position=3, token_ids=(7, 8))
 LOGPROB = TokenLogprobs(logprob=-1.0, top=())
+POLICY = Policy(block_size=BLOCK_SIZE, max_num_seqs=8, max_sequence_tokens=MAX_TOKENS)
+
+
+def more(num: int) -> list[Tokens]:
+    """A sequence that has `num` tokens beyond those of `WORK`."""
+    return [replace(TOKENS, token_ids=(7,) * num)]
 
 
 def test_a_sequence_goes_on_from_what_was_asked_for() -> None:
-    assert goes_on([TOKENS], WORK, 1000)
+    assert goes_on([TOKENS], WORK, POLICY, 1000, 1)
     asked = replace(WORK, sampling=SamplingParams(max_tokens=9, logprobs=0))
-    assert goes_on([replace(TOKENS, logprobs=(LOGPROB, LOGPROB))], asked, 1000)
-    assert not goes_on([TOKENS], asked, 1000)
+    assert goes_on([replace(TOKENS, logprobs=(LOGPROB, LOGPROB))], asked, POLICY, 1000, 1)
+    assert not goes_on([TOKENS], asked, POLICY, 1000, 1)
+
+
+@pytest.mark.parametrize(("num", "num_blocks"), [(1, 1), (2, 1), (3, 2), (6, 2), (7, 3)])
+def test_the_kv_of_a_sequence_takes_the_blocks_that_are_offered(num: int, num_blocks: int) -> None:
+    """The last token has no KV. If messages were lost, the tokens may be told before the blocks."""
+    assert goes_on(more(num), WORK, POLICY, 1000, num_blocks)
+    assert goes_on(more(num), WORK, POLICY, 1000, None)
+    assert not goes_on(more(num), WORK, POLICY, 1000, num_blocks - 1)
+    assert not goes_on(more(num), WORK, POLICY, 1000, num_blocks + 1)
+
+
+def test_a_sequence_that_would_have_ended_does_not_go_on() -> None:
+    assert goes_on(more(7), WORK, POLICY, 1000, None)
+    assert not goes_on(more(8), WORK, POLICY, 1000, None), "the prompt of 2 tokens may get 9"
+    assert goes_on([TOKENS], WORK, replace(POLICY, max_sequence_tokens=6), 1000, None)
+    assert not goes_on([TOKENS], WORK, replace(POLICY, max_sequence_tokens=5), 1000, None)
 
 
 @pytest.mark.parametrize(
@@ -1061,6 +1251,7 @@ def test_a_sequence_goes_on_from_what_was_asked_for() -> None:
         [replace(TOKENS, finish_reason="stop")],
         [replace(TOKENS, token_ids=(7, 1000))],
         [replace(TOKENS, logprobs=(LOGPROB, LOGPROB))],
+        more(8),
     ],
     ids=[
         "nothing",
@@ -1071,10 +1262,11 @@ def test_a_sequence_goes_on_from_what_was_asked_for() -> None:
         "ended",
         "of no model",
         "reports unasked",
+        "at its limit",
     ],
 )
 def test_anything_else_is_no_continuation(said: list[Tokens]) -> None:
-    assert not goes_on(said, WORK, 1000)
+    assert not goes_on(said, WORK, POLICY, 1000, None)
 
 
 def test_first_tokens_are_those_that_were_asked_for_and_of_the_model() -> None:
@@ -1086,8 +1278,11 @@ def test_first_tokens_are_those_that_were_asked_for_and_of_the_model() -> None:
     assert not _fits([first, replace(first, choice=0)], WORK, 8)
 
 
-def test_a_source_that_says_something_else_is_not_believed() -> None:
-    world = World()
+@pytest.mark.parametrize("changes", [{"position": 3}, {"token_ids": (7,) * 8}, {"token_ids": (7,) * 28}])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_source_that_says_something_else_is_not_believed(changes: dict[str, Any], prefix_cache: bool) -> None:
+    """Neither other tokens, nor more than it offers blocks for, or than the sequence may have."""
+    world = World(prefix_cache=prefix_cache)
     d0, d1 = first(world), second(world)
     old, new = wanted(world)
     d0.end_step()
@@ -1095,7 +1290,7 @@ def test_a_source_that_says_something_else_is_not_believed() -> None:
     [index] = [index for index, message in enumerate(link.to_sink) if isinstance(message, PrefillDone)]
     said = link.to_sink[index]
     assert isinstance(said, PrefillDone)
-    link.to_sink[index] = replace(said, first_tokens=(replace(said.first_tokens[0], position=3),))
+    link.to_sink[index] = replace(said, first_tokens=(replace(said.first_tokens[0], **changes),))
     world.deliver()
     assert failed(new) is Cause.TRANSFER
     assert old.moved == set()

@@ -21,7 +21,7 @@ from common.engine.batch import Sample, SampledToken, Samples, Slice
 from common.engine.penalties import penalised
 from common.engine.prompt import prompt_slice
 from common.engine.runner import ModelRunner, load_runner
-from common.engine.sequence import Sequence
+from common.engine.sequence import TokenSequence
 from common.engine.token_counts import TokenCounts, token_counts
 
 torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def test_penalties_are_those_of_the_definition_to_the_last_bit(
 class Player:
     """A sequence, and the token that a step in flight has chosen for it, if one is."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     unknown: int | None = None
 
 
@@ -107,7 +107,7 @@ class Schedule:
         params, tokens = self.data.draw(any_params), self.data.draw(some_tokens)
         prompt_len = self.data.draw(st.integers(1, len(tokens)))  # the rest was generated before a failover
         for choice in range(self.pick([1, 1, 3])):
-            self.players.append(Player(Sequence(KEY, choice, list(tokens), prompt_len, params)))
+            self.players.append(Player(TokenSequence(KEY, choice, list(tokens), prompt_len, params)))
 
     def leave(self) -> None:
         if self.players:
@@ -129,7 +129,7 @@ class Schedule:
         if self.players:
             player = self.pick(self.players)
             old = player.sequence
-            player.sequence = Sequence(KEY, old.choice, list(old.token_ids), old.prompt_len, old.sampling)
+            player.sequence = TokenSequence(KEY, old.choice, list(old.token_ids), old.prompt_len, old.sampling)
             player.unknown = None
 
     def step(self) -> None:
@@ -160,7 +160,7 @@ class Schedule:
             self.check(sequence, text)
             player.unknown = self.token()
 
-    def check(self, sequence: Sequence, text: list[int]) -> None:
+    def check(self, sequence: TokenSequence, text: list[int]) -> None:
         """What is kept is what counting from scratch gives."""
         assert (sequence.counts is not None) == sequence.sampling.penalised
         if sequence.counts is not None:
@@ -243,11 +243,11 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return load_runner(folder, kv_cache_bytes=2**17, block_size=BLOCK_SIZE, dtype="float32", swap_bytes=2**15)
 
 
-def generation(table: list[int], choice: int = 0, tokens: list[int] | None = None) -> Sequence:
-    return Sequence(KEY, choice, list(PROMPT if tokens is None else tokens), len(PROMPT), PENALISED, 0, table)
+def generation(table: list[int], choice: int = 0, tokens: list[int] | None = None) -> TokenSequence:
+    return TokenSequence(KEY, choice, list(PROMPT if tokens is None else tokens), len(PROMPT), PENALISED, 0, table)
 
 
-def step(runner: ModelRunner, *sequences: Sequence) -> list[SampledToken]:
+def step(runner: ModelRunner, *sequences: TokenSequence) -> list[SampledToken]:
     """What each has that is not computed yet, and its next token."""
     slices = [
         Slice(
@@ -284,13 +284,14 @@ def undisturbed(runner: ModelRunner) -> list[int]:
         fresh = generation(list(range(8)), tokens=tokens)
         step(runner, fresh)
         tokens = fresh.token_ids
-    without = Sequence(KEY, 0, list(PROMPT), len(PROMPT), SamplingParams(max_tokens=40, temperature=0.0), 0, range(8))
+    plain = SamplingParams(max_tokens=40, temperature=0.0)
+    without = TokenSequence(KEY, 0, list(PROMPT), len(PROMPT), plain, 0, range(8))
     run(runner, 20, without)
     assert without.token_ids != tokens, "the penalties change nothing"
     return tokens
 
 
-def run(runner: ModelRunner, num: int, *sequences: Sequence) -> None:
+def run(runner: ModelRunner, num: int, *sequences: TokenSequence) -> None:
     for _ in range(num):
         step(runner, *sequences)
 

@@ -24,18 +24,8 @@ from common.contract.messages.handoff import (
     Settled,
 )
 from common.contract.messages.worker import Tokens
-from kv_transfer.pull import (
-    MAX_GAPS,
-    Abandoned,
-    Admit,
-    Pull,
-    PullAction,
-    PullState,
-    ReadBlocks,
-    Release,
-    ToSource,
-    WantBlocks,
-)
+from kv_transfer.events import Pulled, PullFailed, PullOffered, Released, SendToSource
+from kv_transfer.pull import MAX_GAPS, Pull, PullAction, PullState, ReadBlocks
 
 KEY = RequestKey(RequestId("r1"), 2)
 ABOUT: dict[str, Any] = {"request": KEY.request, "attempt": KEY.attempt}
@@ -66,17 +56,21 @@ def state_of(pull: Pull) -> PullState:
     return pull.state
 
 
+def to_source(message: Message) -> SendToSource:
+    return SendToSource(AT.address, message)
+
+
 def sent(actions: list[PullAction]) -> list[type[Message]]:
     """Kinds of the messages for the source."""
-    return [type(action.message) for action in actions if isinstance(action, ToSource)]
+    return [type(action.message) for action in actions if isinstance(action, SendToSource)]
 
 
 def released(actions: list[PullAction]) -> list[int]:
-    return [block for action in actions if isinstance(action, Release) for block in action.block_ids]
+    return [block for action in actions if isinstance(action, Released) for block in action.block_ids]
 
 
 def gave_up(actions: list[PullAction]) -> Cause | None:
-    [end] = [action for action in actions if isinstance(action, Abandoned)]
+    [end] = [action for action in actions if isinstance(action, PullFailed)]
     assert actions[-1] is end, "the end is told after everything else"
     return end.cause
 
@@ -84,14 +78,14 @@ def gave_up(actions: list[PullAction]) -> Cause | None:
 @pytest.fixture
 def pull() -> Iterator[Pull]:
     """A pull, whose invariants are checked at the end."""
-    subject = Pull(KEY, AT)
+    subject = Pull(AT, ATTACH)
     yield subject
     subject.check_invariants()
 
 
 def offered(pull: Pull) -> Pull:
     assert sent(pull.attach()) == [Attach]
-    assert pull.blocks_ready(ready(0)) == [WantBlocks(3)]
+    assert pull.blocks_ready(ready(0)) == [PullOffered(pull, 3)]
     return pull
 
 
@@ -111,14 +105,14 @@ def test_blocks_that_nothing_was_read_into_can_be_taken_back(pull: Pull) -> None
     pull.revoke()
     assert (pull.state, pull.revocable) == (PullState.OFFERED, False)
     assert pull.blocks_ready(ready(0, 10, 11)) == [], "nothing is read without blocks"
-    assert pull.prefill_done(done(None)) == [ToSource(ATTACH)]
+    assert pull.prefill_done(done(None)) == [to_source(ATTACH)]
     assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
     assert pull.reserve((60, 61, 62)) == [ReadBlocks(0, (10, 11, 12), (60, 61, 62), None)]
     assert not pull.revocable
     with pytest.raises(AssertionError):
         pull.revoke()
     assert sent(pull.read_done(0, None)) == [Settle]
-    assert pull.settled(settled())[0] == Admit((60, 61, 62), done(None).first_tokens)
+    assert pull.settled(settled())[0] == Pulled(pull, (60, 61, 62), done(None).first_tokens)
 
 
 def test_a_pull_whose_blocks_were_taken_back_releases_none_of_them(pull: Pull) -> None:
@@ -150,9 +144,9 @@ states = pytest.mark.parametrize("state", IN_STATE)
 
 
 def test_the_life_of_a_pull(pull: Pull) -> None:
-    assert pull.attach() == [ToSource(Attach(**ABOUT, offered=2))], "by default, the Prefill of its own attempt"
+    assert pull.attach() == [to_source(ATTACH)]
     assert state_of(pull) is PullState.ATTACHING
-    assert pull.blocks_ready(ready(0)) == [WantBlocks(3)]
+    assert pull.blocks_ready(ready(0)) == [PullOffered(pull, 3)]
     assert state_of(pull) is PullState.OFFERED
     assert pull.reserve(SINK_BLOCKS) == []
     assert state_of(pull) is PullState.PULLING
@@ -160,42 +154,42 @@ def test_the_life_of_a_pull(pull: Pull) -> None:
     assert pull.read_done(0, None) == []
     assert pull.blocks_ready(ready(2, 12)) == [ReadBlocks(2, (12,), (52,), None)]
     assert pull.prefill_done(done(None)) == []
-    assert pull.read_done(2, None) == [ToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.read_done(2, None) == [to_source(Settle(**ABOUT, **LEASE))]
     assert state_of(pull) is PullState.SETTLING
     assert not pull.over
-    assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
+    assert pull.settled(settled()) == [Pulled(pull, SINK_BLOCKS, done(None).first_tokens)]
     assert state_of(pull) is PullState.SETTLED
     assert pull.over
 
 
 def test_a_pull_may_be_of_what_an_older_attempt_has_computed() -> None:
     """Its decode worker has failed, and its offer still stands."""
-    pull = Pull(KEY, AT, offered=1)
-    assert pull.attach() == [ToSource(Attach(**ABOUT, offered=1))]
+    pull = Pull(AT, Attach(**ABOUT, offered=1))
+    assert pull.attach() == [to_source(Attach(**ABOUT, offered=1))]
     pull.blocks_ready(ready(0, 10, 11, 12))
     pull.prefill_done(done(None))
     pull.reserve(SINK_BLOCKS)
     assert sent(pull.read_done(0, None)) == [Settle]
-    assert pull.attach() == [ToSource(Attach(**ABOUT, offered=1)), ToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [to_source(Attach(**ABOUT, offered=1)), to_source(Settle(**ABOUT, **LEASE))]
 
 
 def test_a_pull_of_a_running_sequence_says_which_and_from_where() -> None:
     """With what the first stage has brought, only the rest is read; several tokens come with it."""
     wanted = AttachSequence(**ABOUT, sequence=RequestKey(KEY.request, 1), choice=3, position=9)
-    pull = Pull(KEY, AT, sequence=wanted)
-    assert pull.attach() == [ToSource(wanted)]
-    assert pull.blocks_ready(ready(0, 10, 11, 12)) == [WantBlocks(3)]
-    assert pull.attach() == [ToSource(wanted)], "after lost messages"
+    pull = Pull(AT, wanted)
+    assert pull.attach() == [to_source(wanted)]
+    assert pull.blocks_ready(ready(0, 10, 11, 12)) == [PullOffered(pull, 3)]
+    assert pull.attach() == [to_source(wanted)], "after lost messages"
     tokens = Tokens(**ABOUT, choice=3, position=9, token_ids=(5, 6, 7))
     assert pull.prefill_done(done(first_tokens=(tokens,))) == []
     assert pull.reserve(SINK_BLOCKS, 2) == [ReadBlocks(2, (12,), (52,), None)]
-    assert pull.read_done(2, None) == [ToSource(Settle(**ABOUT, **LEASE))]
-    assert pull.attach() == [ToSource(wanted), ToSource(Settle(**ABOUT, **LEASE))]
-    assert pull.settled(settled()) == [Admit(SINK_BLOCKS, (tokens,))]
+    assert pull.read_done(2, None) == [to_source(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [to_source(wanted), to_source(Settle(**ABOUT, **LEASE))]
+    assert pull.settled(settled()) == [Pulled(pull, SINK_BLOCKS, (tokens,))]
 
 
 def test_blocks_that_are_ready_before_the_reservation_are_read_at_once(pull: Pull) -> None:
-    assert pull.blocks_ready(ready(0, 10)) == [WantBlocks(3)]
+    assert pull.blocks_ready(ready(0, 10)) == [PullOffered(pull, 3)]
     assert pull.blocks_ready(ready(1, 11, 12)) == []
     assert pull.prefill_done(done(None)) == []
     assert pull.reserve(SINK_BLOCKS) == [ReadBlocks(0, (10, 11, 12), SINK_BLOCKS, None)]
@@ -230,9 +224,9 @@ def test_checksums_stay_with_their_blocks(pull: Pull) -> None:
 
 def test_choices_that_go_on_are_admitted_with_those_that_have_ended(pull: Pull) -> None:
     settling(pull)
-    [admit] = pull.settled(settled())
-    assert isinstance(admit, Admit)
-    assert [tokens.choice for tokens in admit.first_tokens] == [0]
+    [pulled] = pull.settled(settled())
+    assert isinstance(pulled, Pulled)
+    assert [tokens.choice for tokens in pulled.first_tokens] == [0]
 
 
 # --- duplicates, gaps, reordering --------------------------------------------------------------------------------
@@ -294,10 +288,10 @@ def test_after_a_loss_the_pull_attaches_again(pull: Pull) -> None:
 def test_after_a_loss_a_settling_pull_asks_again(pull: Pull) -> None:
     """The source may have lost this sink, and still hold the lease."""
     settling(pull)
-    assert pull.attach() == [ToSource(ATTACH), ToSource(Settle(**ABOUT, **LEASE))]
+    assert pull.attach() == [to_source(ATTACH), to_source(Settle(**ABOUT, **LEASE))]
     assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
     assert pull.prefill_done(done(None)) == []
-    assert isinstance(pull.settled(settled())[0], Admit)
+    assert isinstance(pull.settled(settled())[0], Pulled)
     assert pull.attach() == []
 
 
@@ -311,9 +305,9 @@ def test_a_lease_that_takes_the_place_of_another_brings_its_own_first_tokens(pul
     assert pull.read_done(0, None) == []
     assert pull.state is PullState.PULLING
     assert sent(pull.prefill_done(done(None, None, **new))) == [Settle]
-    [admit] = pull.settled(settled(**new))
-    assert isinstance(admit, Admit)
-    assert len(admit.first_tokens) == 2
+    [pulled] = pull.settled(settled(**new))
+    assert isinstance(pulled, Pulled)
+    assert len(pulled.first_tokens) == 2
 
 
 # --- what the source may not do ----------------------------------------------------------------------------------
@@ -370,7 +364,7 @@ def test_a_verdict_on_something_else_is_no_verdict(pull: Pull, changes: dict[str
 def test_only_a_settling_pull_can_be_admitted(pull: Pull, state: PullState) -> None:
     IN_STATE[state](pull)
     actions = pull.settled(settled())
-    assert any(isinstance(action, Admit) for action in actions) == (state is PullState.SETTLING)
+    assert any(isinstance(action, Pulled) for action in actions) == (state is PullState.SETTLING)
 
 
 def test_a_pull_is_admitted_once(pull: Pull) -> None:
@@ -391,7 +385,7 @@ def test_invalid_admits_nothing(pull: Pull) -> None:
     actions = pull.settled(settled(valid=False))
     assert gave_up(actions) is Cause.LEASE_LOST
     assert released(actions) == list(SINK_BLOCKS)
-    assert not any(isinstance(action, Admit) for action in actions)
+    assert not any(isinstance(action, Pulled) for action in actions)
     assert pull.settled(settled()) == [], "a verdict cannot be taken back"
 
 
@@ -428,7 +422,7 @@ def test_a_withdrawn_offer_ends_the_pull(pull: Pull, state: PullState) -> None:
     IN_STATE[state](pull)
     actions = pull.withdrawn(OfferWithdrawn(**ABOUT, cause=Cause.LEASE_LOST, message="reclaimed"))
     assert gave_up(actions) is Cause.LEASE_LOST
-    assert isinstance(actions[-1], Abandoned)
+    assert isinstance(actions[-1], PullFailed)
     assert "reclaimed" in actions[-1].message
 
 
@@ -486,7 +480,7 @@ def test_a_block_under_read_is_released_when_its_read_ends_and_not_before(pull: 
     actions = pull.abandon(None, "aborted")
     assert released(actions) == [52]
     assert set(pull.quarantined) == {50, 51}
-    assert pull.read_done(1, None) == [Release((51,))]
+    assert pull.read_done(1, None) == [Released((51,))]
     assert not pull.over
     assert pull.quarantined == (50,)
     assert released(pull.read_done(0, "the peer is gone")) == [50]
@@ -541,7 +535,7 @@ def test_held_blocks_are_not_read(pull: Pull) -> None:
     assert pull.blocks_ready(ready(1, 11, 12)) == [ReadBlocks(2, (12,), (52,), None)]
     pull.prefill_done(done(None))
     assert sent(pull.read_done(2, None)) == [Settle]
-    assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
+    assert pull.settled(settled()) == [Pulled(pull, SINK_BLOCKS, done(None).first_tokens)]
 
 
 def test_checksums_of_held_blocks_are_skipped_with_them(pull: Pull) -> None:
@@ -556,7 +550,7 @@ def test_with_every_block_held_the_source_settles_all_the_same(pull: Pull) -> No
     assert pull.blocks_ready(ready(0, 10, 11, 12)) == []
     assert pull.state is PullState.PULLING
     assert sent(pull.prefill_done(done(None))) == [Settle]
-    assert pull.settled(settled()) == [Admit(SINK_BLOCKS, done(None).first_tokens)]
+    assert pull.settled(settled()) == [Pulled(pull, SINK_BLOCKS, done(None).first_tokens)]
 
 
 def test_with_every_block_held_nothing_lost_is_asked_for_again(pull: Pull) -> None:
@@ -597,17 +591,17 @@ HASHES = tuple(BlockHash(bytes([number]) * 32) for number in range(4))
 @pytest.fixture
 def prefix() -> Iterator[Pull]:
     """A prefix pull of four blocks, whose invariants are checked at the end."""
-    subject = Pull(KEY, Source(address="d:1", incarnation=Incarnation("d")), HASHES)
+    subject = Pull(AT, AttachPrefix(**ABOUT, block_hashes=HASHES))
     yield subject
     subject.check_invariants()
 
 
 def test_the_life_of_a_prefix_pull(prefix: Pull) -> None:
-    assert prefix.attach() == [ToSource(AttachPrefix(**ABOUT, block_hashes=HASHES))]
-    assert prefix.blocks_ready(ready(0, 10, 11, 12)) == [WantBlocks(3)], "fewer than asked for will do"
+    assert prefix.attach() == [to_source(AttachPrefix(**ABOUT, block_hashes=HASHES))]
+    assert prefix.blocks_ready(ready(0, 10, 11, 12)) == [PullOffered(prefix, 3)], "fewer than asked for will do"
     assert prefix.reserve(SINK_BLOCKS) == [ReadBlocks(0, (10, 11, 12), SINK_BLOCKS, None)]
-    assert prefix.read_done(0, None) == [ToSource(Settle(**ABOUT, **LEASE))]
-    assert prefix.settled(settled()) == [Admit(SINK_BLOCKS, ())]
+    assert prefix.read_done(0, None) == [to_source(Settle(**ABOUT, **LEASE))]
+    assert prefix.settled(settled()) == [Pulled(prefix, SINK_BLOCKS, ())]
     assert prefix.over
 
 
@@ -641,13 +635,20 @@ def test_a_prefix_is_offered_whole_or_not_at_all(prefix: Pull, message: BlocksRe
     assert gave_up(actions) is Cause.TRANSFER
 
 
+def test_the_cause_with_which_a_prefix_is_refused_is_kept(prefix: Pull) -> None:
+    """The sink decides by it whether to ask again; no gateway is told."""
+    prefix.attach()
+    message = OfferWithdrawn(**ABOUT, cause=Cause.CAPACITY, message="too many")
+    assert gave_up(prefix.withdrawn(message)) is Cause.CAPACITY
+
+
 def test_first_tokens_of_a_prefix_are_nobodys(prefix: Pull) -> None:
     prefix.blocks_ready(ready(0, 10, 11, 12))
     assert prefix.prefill_done(done("stop")) == []
     prefix.reserve(SINK_BLOCKS)
     assert prefix.prefill_done(done(None)) == []
     prefix.read_done(0, None)
-    assert prefix.settled(settled()) == [Admit(SINK_BLOCKS, ())]
+    assert prefix.settled(settled()) == [Pulled(prefix, SINK_BLOCKS, ())]
 
 
 def test_after_a_loss_a_prefix_pull_asks_again(prefix: Pull) -> None:
@@ -675,7 +676,7 @@ def test_a_prefix_that_is_lent_anew_is_taken_if_nothing_was_read(prefix: Pull, r
         return
     assert actions == []
     assert prefix.reserve(SINK_BLOCKS) == [ReadBlocks(0, (20, 21, 22), SINK_BLOCKS, None)]
-    assert prefix.read_done(0, None) == [ToSource(Settle(**ABOUT, **new))]
+    assert prefix.read_done(0, None) == [to_source(Settle(**ABOUT, **new))]
 
 
 def test_a_source_without_the_prefix_ends_the_pull(prefix: Pull) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from faulty_transport import Faulty
 from played_source import FINGERPRINT, WAIT_S, PlayedSource
+from prompt_pulls import pull_of_prompt
 from transport_source import Cache, make_transport
 
 from common.contract.block_hashes import BlockHash, block_hashes
@@ -62,7 +63,7 @@ from kv_transfer.lender import Lender
 from kv_transfer.pull import Pull
 from kv_transfer.pulls import Pulls
 from kv_transfer.transfers import Transfers
-from kv_transfer.transport import Read, ReadState, Transport
+from kv_transfer.transport import SLOWEST_READ_BYTES_PER_S, Read, ReadState, Transport
 
 R1, R2 = RequestId("r1"), RequestId("r2")
 BOUND_S = 3.0
@@ -171,7 +172,9 @@ class Net:
         self.linked = False
 
     def pull(self, request: RequestId = R1, attempt: int = 1, names: Sequence[BlockHash] | None = None) -> Pull:
-        return Pull(RequestKey(request, attempt), self.at, names)
+        if names is None:
+            return pull_of_prompt(RequestKey(request, attempt), self.at)
+        return Pull(self.at, AttachPrefix(request=request, attempt=attempt, block_hashes=tuple(names)))
 
     async def attached(self, pull: Pull | None = None) -> Pull:
         """A pull that has attached."""
@@ -240,7 +243,9 @@ async def net() -> AsyncIterator[Net]:
     subject.source.close()
 
 
-def ready(pull: Pull, start: int, *block_ids: int, num_blocks: int = 3) -> BlocksReady:
+def ready(
+    pull: Pull, start: int, *block_ids: int, num_blocks: int = 3, checksums: tuple[int, ...] | None = None
+) -> BlocksReady:
     request, attempt = pull.key
     return BlocksReady(
         request=request,
@@ -250,6 +255,7 @@ def ready(pull: Pull, start: int, *block_ids: int, num_blocks: int = 3) -> Block
         start=start,
         block_ids=block_ids,
         num_blocks=num_blocks,
+        checksums=checksums,
     )
 
 
@@ -524,6 +530,40 @@ async def test_a_read_that_fails_gets_its_source_another_agent_once(net: Net) ->
     assert net.transport.calls == replaced
 
 
+async def test_a_read_that_brings_other_bytes_ends_its_pull_alone(net: Net) -> None:
+    """It has ended by itself: the agent is sound, and other requests read by it. Bytes are others also if the source
+    has released the blocks meanwhile, because the request has ended, and the sink is about to learn of it."""
+    sums = net.worker.cache.region.crc32(range(8))
+    for request, blocks in ((R1, (0, 1, 2)), (R2, (3, 4, 5))):
+        pull = await net.attached(net.pull(request))
+        theirs = tuple(sums[block] ^ (request == R1) for block in blocks)
+        await net.source.send(ready(pull, 0, 10, checksums=theirs[:1]), ready(pull, 1, 11, 12, checksums=theirs[1:]))
+        assert await net.worker.next() == ("want", pull, 3)
+    await net.until(lambda: len(net.transport.reads) == 4)
+    await net.source.send(done(net.pull(R1), "stop"))
+    assert (await net.worker.next())[0] == "gave up"
+    finish(net.transport.reads[0])
+    assert await net.worker.next() == ("release", 0)
+    assert net.counts == (1, 3, 2)
+    finish(*net.transport.reads[1:])
+    await net.source.send(done(pull))
+    await net.source.expect(Settle)
+    await net.source.send(settled(pull))
+    assert [await net.worker.next() for _ in range(2)] == [("release", 1, 2), ("pulled", pull, (3, 4, 5), 1)]
+    assert net.transport.calls == [("add", net.source.incarnation)]
+
+
+async def test_a_checksum_that_differs_ends_a_pull_and_leaves_the_agent(net: Net) -> None:
+    pull, other = await net.attached(), await net.reading(net.pull(R2))
+    await net.source.send(ready(pull, 0, 10, 11, 12, checksums=(1, 2, 3)))
+    await net.until(lambda: len(net.transport.reads) == 3)
+    net.worker.all_told()
+    finish(net.transport.reads[2])
+    assert [await net.worker.next() for _ in range(2)] == [("release", 3, 4, 5), ("gave up", pull, Cause.TRANSFER)]
+    assert (net.counts, net.transport.calls) == ((1, 2, 0), [("add", net.source.incarnation)])
+    assert not other.over
+
+
 async def test_blocks_that_stay_in_quarantine_are_fenced(net: Net) -> None:
     """The agent is replaced: each read from that source fails, and later ones may succeed."""
     stuck = [await net.reading(), await net.reading(net.pull(R2))]
@@ -571,6 +611,27 @@ async def test_a_read_that_waits_for_others_of_its_source_is_not_given_up(net: N
     await net.poll(POLL_S)
     gave_up = [event for event in [await net.worker.next() for _ in range(2)] if event[0] == "gave up"]
     assert gave_up == [("gave up", pull, Cause.TRANSFER)]
+    await net.until(lambda: net.transport.calls == [("add", source), ("drop", source), ("add", source)])
+
+
+async def test_a_quarantined_read_behind_another_of_its_source_does_not_end_that_one(net: Net) -> None:
+    """A transport may read in order: the time of the second read begins when the first one has ended."""
+    first, second = await net.reading(), await net.reading(net.pull(R2))
+    source = net.source.incarnation
+    net.pulls.abandon(second, None, "aborted")
+    net.worker.all_told()
+    await net.poll(BOUND_S + POLL_S)
+    assert net.transport.calls == [("add", source)]
+    finish(*net.transport.reads[:2])
+    await net.until(lambda: net.counts[1] == 2)
+    await net.source.send(ready(first, 2, 12), done(first))
+    await net.until(lambda: len(net.transport.reads) == 5)
+    finish(net.transport.reads[4])
+    await net.source.expect(Settle)
+    await net.poll(BOUND_S - POLL_S)
+    assert net.transport.calls == [("add", source)]
+    await net.poll(2 * POLL_S)
+    assert sorted([await net.worker.next() for _ in range(2)]) == [("release", 3), ("release", 4)]
     await net.until(lambda: net.transport.calls == [("add", source), ("drop", source), ("add", source)])
 
 
@@ -734,7 +795,11 @@ class Peer:
         self.server = ControlServer(me, monotonic, SETTINGS.pulse)
         self.at = Source(address=f"127.0.0.1:{self.server.bind('127.0.0.1', 0)}", incarnation=me)
         self.lender = Lender(
-            emit=self.carry_out, clock=monotonic, find_prefix=self.find_prefix, checksum=self.cache.region.crc32
+            emit=self.carry_out,
+            clock=monotonic,
+            block_bytes=self.cache.region.block_bytes,
+            find_prefix=self.find_prefix,
+            checksum=self.cache.region.crc32,
         )
 
     def find_prefix(self, names: Sequence[BlockHash]) -> Sequence[int]:
@@ -802,7 +867,7 @@ async def test_a_prefix_and_a_prompt_come_from_a_lender(kind: str) -> None:
     async with Peer(kind) as peer:
         await sink.transfers.start()
         sink.num_held = 1
-        prefix = Pull(RequestKey(R1, 1), peer.at, HASHES)
+        prefix = Pull(peer.at, AttachPrefix(request=R1, attempt=1, block_hashes=tuple(HASHES)))
         sink.pulls.begin(prefix)
         assert await sink.next() == ("want", prefix, 3)
         assert await sink.next() == ("pulled", prefix, (0, 1, 2), 0)
@@ -811,7 +876,7 @@ async def test_a_prefix_and_a_prompt_come_from_a_lender(kind: str) -> None:
         assert peer.references == [0] * 8
 
         sink.num_held = 0
-        handoff = Pull(RequestKey(R2, 1), peer.at)
+        handoff = pull_of_prompt(RequestKey(R2, 1), peer.at)
         sink.pulls.begin(handoff)
         peer.references[1] += 1
         peer.lender.open(handoff.key, [1], monotonic() + 60.0)
@@ -833,13 +898,14 @@ class Alone:
     """Pulls without a shell: what they decide, in order."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.decided: list[object] = []
         self.source = PlayedSource(new_incarnation())
         self.pulls = Pulls(
             emit=self.decided.append,
-            clock=lambda: 0.0,
+            clock=lambda: self.now,
             transport="zmq",
-            block_bytes=64,
+            block_bytes=2 * int(SLOWEST_READ_BYTES_PER_S),
             quarantine_bound_s=BOUND_S,
             read_bound_s=READ_BOUND_S,
         )
@@ -849,7 +915,8 @@ class Alone:
         self.pulls.handle(SourceOpened(address, self.source.incarnation, self.source.answer(hello)))
 
     def pull(self, request: RequestId, address: str) -> Pull:
-        return Pull(RequestKey(request, 1), Source(address=address, incarnation=self.source.incarnation))
+        at = Source(address=address, incarnation=self.source.incarnation)
+        return pull_of_prompt(RequestKey(request, 1), at)
 
     def of(self, *kinds: type) -> list[object]:
         return [each for each in self.decided if isinstance(each, kinds)]
@@ -886,3 +953,26 @@ async def test_a_source_that_is_lost_at_one_of_its_addresses_is_read_from_at_the
     alone.decided.clear()
     alone.pulls.handle(SourceLost("b:1", alone.source.incarnation, Cause.WORKER_LOST, "silent"))
     assert [type(each) for each in alone.of(DropSource, AddSource)] == [DropSource]
+
+
+# --- the size of a read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+async def test_a_read_may_take_longer_the_more_it_brings(alone: Alone, abandoned: bool) -> None:
+    """At the slowest rate each of its three blocks takes two seconds."""
+    alone.open("a:1")
+    alone.pulls.begin(pull := alone.pull(R1, "a:1"))
+    alone.pulls.handle(SourceReceived(alone.source.incarnation, ready(pull, 0, 10, 11, 12)))
+    alone.pulls.reserve(pull, (0, 1, 2))
+    assert len(alone.of(StartRead)) == 1
+    if abandoned:
+        alone.pulls.abandon(pull, None, "aborted")
+    bound_s = 6.0 + (BOUND_S if abandoned else READ_BOUND_S)
+    while alone.now < bound_s:
+        alone.now += POLL_S
+        alone.pulls.handle(Polled(frozenset()))
+    assert not alone.of(DropSource)
+    alone.now += POLL_S
+    alone.pulls.handle(Polled(frozenset()))
+    assert len(alone.of(DropSource)) == 1

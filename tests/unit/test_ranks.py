@@ -232,6 +232,18 @@ def worker(folder: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.
         process.kill()
 
 
+def test_a_rank_imports_nothing_from_the_current_folder(folder: Path, tmp_path: Path) -> None:
+    for name in ("common", "numpy", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    command = [sys.executable, rank_worker.__file__, str(folder), "idle"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        process.kill()
+    assert said == "computed\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_ends_when_a_rank_is_lost(worker: subprocess.Popen[str], number: signal.Signals) -> None:
     """Whether it computes or not; and nobody is left behind."""

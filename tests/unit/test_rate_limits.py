@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,10 @@ from gateway_fixtures import (
 from waiting import StandingClock
 
 from common.contract.errors import Cause
+from common.contract.ids import RequestId, RequestKey
 from gateway.access.api_keys import Keyring
 from gateway.api_settings import ApiSettings
-from gateway.serving.generation import GenerationFailed
+from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta
 
 HELLO = 1 + len(encode("hello"))
 """Tokens of the prompt of `COMPLETION`."""
@@ -166,18 +167,34 @@ async def test_tokens_a_minute(tmp_path: Path) -> None:
         assert (await client.ask())[0] == 200
 
 
-async def test_a_prompt_that_is_refused_is_not_charged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cause", "expected"), [(Cause.CAPACITY, 429), (Cause.WORKER_LOST, 503)])
+async def test_a_prompt_that_is_refused_is_not_charged(cause: Cause, expected: int, tmp_path: Path) -> None:
     """Who comes back when it is told to must find its tokens there."""
     generator = ScriptedGenerator()
     async with client_of(tmp_path, f"tokens_per_minute = {HELLO + WORLD}", generator) as client:
-        generator.failure = GenerationFailed(Cause.CAPACITY, "the workers are busy", retry_after_s=1)
+        generator.failure = GenerationFailed(cause, "the workers are busy, or there are none", retry_after_s=1)
         for stream in (False, True, False):
             status, answer, headers = await client.ask(COMPLETION | {"stream": stream})
-            assert (status, headers["Retry-After"]) == (429, "1")
-            assert_error(answer, None, "capacity")
+            assert (status, headers["Retry-After"]) == (expected, "1")
+            assert_error(answer, None, cause)
             assert headers["x-ratelimit-remaining-tokens"] == str(HELLO + WORLD)
         generator.failure = None
         assert (await client.ask())[0] == 200
+
+
+async def test_a_prompt_that_a_worker_has_got_is_charged(tmp_path: Path) -> None:
+    """Some of it may have been computed before the worker was lost."""
+
+    class Placed(ScriptedGenerator):
+        async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptDelta, None]:
+            generation.waterfall.began(RequestKey(RequestId("a"), 1), [0], 0.0, decode="d:1")
+            async for delta in super().generate(generation):
+                yield delta
+
+    generator = Placed(failure=GenerationFailed(Cause.WORKER_LOST, "gone"))
+    async with client_of(tmp_path, "tokens_per_minute = 600", generator) as client:
+        status, _, headers = await client.ask()
+        assert (status, headers["x-ratelimit-remaining-tokens"]) == (503, str(600 - HELLO))
 
 
 async def test_a_prompt_that_could_never_be_let_in(tmp_path: Path) -> None:

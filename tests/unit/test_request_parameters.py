@@ -274,6 +274,8 @@ def test_what_is_listed_stays_on_its_line(caplog: pytest.LogCaptureFixture) -> N
         (ChatRequest, CHAT | {"stop_token_ids": ["a"] * 1000}),
         (ChatRequest, CHAT | {"guided_choice": [1] * 1000}),
         (ChatRequest, CHAT | {"structured_outputs": {"choice": [1] * 1000}}),
+        (ChatRequest, CHAT | {"structured_outputs": {f"k{i}": 1 for i in range(1000)}}),
+        (ChatRequest, CHAT | {"structured_outputs": {"regex": "a"} | {f"k{i}": 1 for i in range(1000)}}),
         (ChatRequest, CHAT | {"logit_bias": {f"a{token}": 1 for token in range(10_000)}}),
         (ChatRequest, {"messages": [{"role": "user", "content": [1] * 1000}]}),
         (CompletionRequest, {"prompt": ["a"] * 3000}),

@@ -9,7 +9,7 @@ import pytest
 from decode_bench import BLOCK_SIZE, ENDLESS, request
 
 from common.contract.tiers import Tier
-from common.engine.sequence import Sequence
+from common.engine.sequence import TokenSequence
 from decode_worker.batch_bound import BatchBound
 from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage, DecodeChoice
@@ -26,7 +26,7 @@ def choice(
     num_blocks = -(-num_tokens // BLOCK_SIZE) if num_blocks is None else num_blocks
     token_ids = list(range(num_tokens))
     table = list(range(num_blocks))
-    sequence = Sequence(subject.key, 0, token_ids, 1, subject.work.sampling, num_tokens - 1, table)
+    sequence = TokenSequence(subject.key, 0, token_ids, 1, subject.work.sampling, num_tokens - 1, table)
     (handle,) = subject.work.handles
     return DecodeChoice(subject, sequence, subject.chain, order, 0.5, handle)
 

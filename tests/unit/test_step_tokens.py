@@ -74,8 +74,8 @@ async def test_each_sequence_of_a_step_gets_its_token(bench: Bench) -> None:
         got = [token for delta in deltas if delta.choice == choice for token in delta.token_ids]
         assert got == [10 + choice, 20 + choice, 200 + choice, 300 + choice, 5]
     assert (
-        bench.dispatcher.tally.num_duplicates
-        == bench.dispatcher.tally.num_gaps
+        bench.dispatcher.recovery.tally.num_duplicates
+        == bench.dispatcher.recovery.tally.num_gaps
         == bench.dispatcher.num_stale_messages
         == 0
     )
@@ -103,14 +103,14 @@ async def test_a_token_that_is_known_is_dropped_and_one_too_many_is_a_gap(bench:
         bench.say(decode, step(bench, (key, 0, position, 10 + position)))
     asked = [each for each in bench.link(decode).sent if isinstance(each, Resend)]
     assert [each.position for each in asked] == [len(PROMPT) + 2], "a gap is asked for once"
-    assert (bench.dispatcher.tally.num_duplicates, bench.dispatcher.tally.num_gaps) == (1, 2), (
+    assert (bench.dispatcher.recovery.tally.num_duplicates, bench.dispatcher.recovery.tally.num_gaps) == (1, 2), (
         "while the request goes on"
     )
     bench.tokens(decode, key, 2, 12, 13, 14)
     bench.say(decode, step(bench, (key, 0, 5, 15)))
     bench.tokens(decode, key, 6, 16, reason="stop")
     assert await text(task) == [10, 11, 12, 13, 14, 15, 16]
-    assert (bench.dispatcher.tally.num_duplicates, bench.dispatcher.tally.num_gaps) == (1, 2)
+    assert (bench.dispatcher.recovery.tally.num_duplicates, bench.dispatcher.recovery.tally.num_gaps) == (1, 2)
 
 
 async def test_what_nobody_waits_for_is_stale(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ CLOSING = [backend().token_to_id("</think>")]
 
 def answer_to(form: ChatRequest, dialect: Dialect, prompt: str, tokens: list[int]) -> tuple[str, str, list[Any], str]:
     """Reasoning, text, calls and the reason for the end, as the client gets them."""
-    plan = dialect.plan(prompt, [tool.function.name for tool in usable_tools(form)])
+    plan = dialect.plan(prompt, [tool.function.name for tool in usable_tools(form)], formatted=True)
     assert plan is not None
     parts = AnswerParts(ChoiceText(0, plan.decoder, StopTables(()), 0), plan)
     pieces = parts.pieces(Delta(choice=0, token_ids=tuple(tokens), logprobs=None, finish_reason="stop"))
@@ -122,11 +123,12 @@ async def test_a_call_after_reasoning_that_the_prompt_has_opened(library_tokeniz
     assert any(reasoning for reasoning, *_ in answers)
 
 
-async def test_a_format_of_the_answer_leaves_room_for_reasoning(library_tokenizer: LLTokenizer) -> None:
-    body = {"guided_regex": "[0-9]{4}"}
+@pytest.mark.parametrize("regex", ["[0-9]{4}", " [0-9]{4}", "\n [0-9]{4}", "\n{0,3}[0-9]{4}", " ?"])
+async def test_a_format_of_the_answer_leaves_room_for_reasoning(regex: str, library_tokenizer: LLTokenizer) -> None:
+    """And for line ends after it, which are not the answer's, whatever white space that begins with."""
     for template in ("hermes reasoning", "hermes thinking"):
-        answers = await walks(body, template, library_tokenizer)
-        assert all(text.isdigit() and len(text) == 4 for _, text, *_ in answers)
+        answers = await walks({"guided_regex": regex}, template, library_tokenizer)
+        assert all(re.fullmatch(regex, text) for _, text, *_ in answers)
         assert any(reasoning for reasoning, *_ in answers)
 
 

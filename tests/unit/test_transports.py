@@ -31,7 +31,7 @@ from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
 from common.runtime.peer_networks import PeerNetworks
 from kv_transfer import nixl_transport, zmq_transport
-from kv_transfer.events import AddSource, DropSource, Poll, Serve, StartRead
+from kv_transfer.events import AddSource, DropSource, Poll, Polled, ReadEnded, Serve, StartRead
 from kv_transfer.mover import (
     LONGEST_SERVING_POLL_INTERVAL_S,
     SERVING_POLL_INTERVAL_S,
@@ -818,15 +818,21 @@ class Watched:
 
     def __init__(self, transport: Faulty, device: Literal["cpu", "cuda"] = "cpu") -> None:
         self.transport = transport
-        self.ends: dict[int, TransferError | None] = {}
+        self.ends: dict[int, str | None] = {}
+        self.mismatches: list[int] = []
         self.fatal: list[Exception] = []
         self.polled: list[frozenset[ReadId]] = []
         region = replace(Cache(8, 64).region, device=device)
-        self.mover = Mover(region, lambda: transport, self._on_read, self.fatal.append, self.polled.append)
+        self.mover = Mover(region, lambda: transport, self._on_event, self.fatal.append)
 
-    def _on_read(self, read_id: ReadId, error: TransferError | None) -> None:
-        assert read_id not in self.ends, "told twice"
-        self.ends[read_id] = error
+    def _on_event(self, event: ReadEnded | Polled) -> None:
+        if isinstance(event, Polled):
+            self.polled.append(event.waiting)
+            return
+        assert event.read_id not in self.ends, "told twice"
+        self.ends[event.read_id] = event.error
+        if event.mismatch:
+            self.mismatches.append(event.read_id)
 
     def read(self, read_id: int, source: str = "s", checksums: tuple[int, ...] | None = None) -> None:
         """Start a read of one block."""
@@ -858,7 +864,7 @@ async def test_the_transport_is_used_on_one_thread_and_callbacks_come_on_the_loo
     assert watched.ends == {2: None}
     watched.mover.carry_out(DropSource(Incarnation("s")))
     await watched.until(lambda: 1 in watched.ends)
-    assert str(watched.ends[1]) == "dropped"
+    assert watched.ends[1] == "dropped"
     await watched.mover.close()
     assert len(watched.transport.threads) == 1
     assert threading.get_ident() not in watched.transport.threads
@@ -879,7 +885,7 @@ async def test_close_waits_a_little_for_reads_and_reports_every_one(
     watched.transport.reads[0].finish()
     await closing
     assert watched.ends[1] is None
-    assert str(watched.ends[2]) == "closed"
+    assert watched.ends[2] == "closed"
     watched.read(3)
     assert 3 not in watched.ends, "never from within carry_out"
     await watched.until(lambda: 3 in watched.ends)
@@ -891,7 +897,7 @@ async def test_a_mover_that_cannot_start_says_why() -> None:
     def make() -> Transport:
         raise TransferError("no such luck")
 
-    mover = Mover(Cache(1, 1).region, make, lambda *_: None, lambda _: None)
+    mover = Mover(Cache(1, 1).region, make, lambda _: None, lambda _: None)
     await mover.close()
     with pytest.raises(TransferError, match="no such luck"):
         await mover.start()
@@ -944,7 +950,7 @@ async def test_a_refused_source_fails_its_reads_only(watched: Watched) -> None:
     watched.read(1, "bad")
     watched.read(2, "good")
     await watched.until(lambda: 1 in watched.ends and len(watched.transport.reads) == 1)
-    assert str(watched.ends[1]) == "blocks of 1 byte"
+    assert watched.ends[1] == "blocks of 1 byte"
     watched.transport.reads[0].finish()
     await watched.until(lambda: watched.ends.get(2, 0) is None)
     del watched.transport.raising["add_source"]
@@ -966,6 +972,19 @@ async def test_a_device_without_checksums_fails_the_reads_that_have_some_and_goe
         read.finish()
     await watched.until(lambda: 2 in watched.ends)
     assert (watched.ends[2], watched.fatal) == (None, [])
+    await watched.mover.close()
+
+
+async def test_a_read_that_brings_other_bytes_is_told_from_one_that_does_not_end(watched: Watched) -> None:
+    watched.read(1, checksums=(1,))
+    watched.read(2, checksums=(1,))
+    await watched.until(lambda: len(watched.transport.reads) == 2)
+    watched.transport.reads[0].finish()
+    watched.transport.reads[1].fail("the peer is gone")
+    await watched.until(lambda: len(watched.ends) == 2)
+    assert "checksum" in str(watched.ends[1])
+    assert (watched.ends[2], watched.mismatches) == ("the peer is gone", [1])
+    assert (watched.mover.num_reads_failed, watched.mover.num_blocks_read) == (2, 0)
     await watched.mover.close()
 
 
@@ -1005,7 +1024,7 @@ async def test_a_read_that_is_refused_fails_alone(watched: Watched) -> None:
     watched.transport.raising["start_read"] = TransferError("unknown source")
     watched.read(1)
     await watched.until(lambda: 1 in watched.ends)
-    assert str(watched.ends[1]) == "unknown source"
+    assert watched.ends[1] == "unknown source"
     await watched.mover.close()
 
 
@@ -1020,7 +1039,7 @@ async def test_a_bug_ends_the_mover_and_every_read_is_reported(watched: Watched,
     watched.mover.carry_out(DropSource(Incarnation("s")))
     await watched.until(lambda: bool(watched.fatal) and len(watched.ends) == 2)
     assert watched.fatal == [bug]
-    assert all(isinstance(error, TransferError) for error in watched.ends.values())
+    assert None not in watched.ends.values()
     watched.read(3)
     await watched.until(lambda: 3 in watched.ends)
     await watched.mover.close()

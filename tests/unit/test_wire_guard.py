@@ -1,4 +1,4 @@
-"""What a worker refuses to start with: memory that cannot be registered; no RDMA where it is required."""
+"""What a worker refuses to start with: memory that cannot be registered or moved; no RDMA where it is required."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.contract.errors import OperatorError
 from common.runtime.config import DecodeSettings
 from common.runtime.ucx import guard_allocator, guard_route
+from common.worker.start import on_its_device
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -133,19 +135,53 @@ def test_a_gpu_without_nvlink_needs_rdma(sysfs: Path, tmp_path: Path, tls: str) 
 
 def test_zmq_is_no_rdma(sysfs: Path) -> None:
     with pytest.raises(OperatorError, match="--require-rdma: --transport zmq"):
-        guard_route(DecodeSettings(require_rdma=True, transport="zmq"), "cuda", {}, sysfs)
+        guard_route(DecodeSettings(require_rdma=True, transport="zmq"), "cpu", {}, sysfs)
+
+
+def test_zmq_moves_no_memory_of_a_gpu() -> None:
+    for device in ("cpu", "auto"):
+        guard_route(DecodeSettings(transport="zmq"), device, {})
+    with pytest.raises(OperatorError, match="--transport zmq moves host memory only"):
+        guard_route(DecodeSettings(transport="zmq"), "cuda", {})
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_device_that_the_worker_chooses_is_asked_about_before_anything_is_loaded(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    settings = DecodeSettings(device="auto", transport="zmq")
+    if there:
+        with pytest.raises(OperatorError, match="not that of a GPU"):
+            on_its_device(settings)
+        monkeypatch.setenv(VARIABLES[0], "expandable_segments:True")
+        with pytest.raises(OperatorError, match="cannot be registered"):
+            on_its_device(DecodeSettings(device="auto"))
+    else:
+        assert on_its_device(settings).device == "cpu"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_without_rdma_ends_before_it_loads_anything(role: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--require-rdma"], "--require-rdma: --transport zmq moves blocks over TCP"),
+        (["--device", "cuda"], "--transport zmq moves host memory only, not that of a GPU"),
+    ],
+)
+def test_a_worker_whose_blocks_cannot_be_moved_ends_before_it_loads_anything(
+    role: str, options: list[str], why: str
+) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", f"{role}_worker", "--require-rdma", "--transport", "zmq", "--model", "/no/such/model"],
+        [sys.executable, "-m", f"{role}_worker", *options, "--transport", "zmq", "--model", "/no/such/model"],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert ended.returncode != 0
-    assert "--require-rdma: --transport zmq moves blocks over TCP" in ended.stderr
+    assert why in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -182,30 +182,30 @@ class DecodeTimes:
     """Durations of a choice's stages at its decode worker, by that worker's clock; and what was drafted of it there.
 
     The stages from `reserve_s` to `preempted_s` add up to the time from the arrival of the first tokens at the worker
-    to the sending of this message.
+    to the sending of this message. What concerns the pull is 0 if the prompt was computed here.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    wait_s: Seconds
-    """From receipt until the first tokens arrived from the source; 0 if the prompt was computed here."""
-    reserve_s: Seconds
+    wait_s: Seconds = 0.0
+    """From receipt until the first tokens arrived from the source."""
+    reserve_s: Seconds = 0.0
     """From the end of `wait_s` until blocks were reserved."""
-    pull_s: Seconds
+    pull_s: Seconds = 0.0
     """From the end of `reserve_s` until every block was read: the part of the pull that overlaps with nothing."""
-    settle_s: Seconds
+    settle_s: Seconds = 0.0
     """From the end of `pull_s` until the source had answered that the blocks read are valid."""
-    queue_s: Seconds
+    queue_s: Seconds = 0.0
     """From the end of `settle_s`, or from the first token if it was computed here, to the choice's first step."""
-    decode_s: Seconds
+    decode_s: Seconds = 0.0
     """From the end of `queue_s` on, less `preempted_s`."""
-    preempted_s: Seconds
+    preempted_s: Seconds = 0.0
     """Time out of the running batch after having been in it."""
-    read_s: Seconds
+    read_s: Seconds = 0.0
     """Time with at least one read of its blocks under way, hidden or not."""
-    hidden_read_s: Seconds
+    hidden_read_s: Seconds = 0.0
     """The part of `read_s` before the arrival of the first tokens."""
-    pull_bytes: Count
+    pull_bytes: Count = 0
     """Bytes read from the source."""
     num_drafted: Count = 0
     """Tokens that were drafted of the choice."""
