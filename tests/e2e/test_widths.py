@@ -17,6 +17,7 @@ from served import Stack
 from stack import BLOCK_BYTES, Workers, answer, generation, logprobs_of, prompt, ranks_of, until, wait_until
 
 from common.engine.ranks import EXIT_RANK_LOST
+from gateway.serving.generation import Generation
 
 Pool = Callable[..., Workers]
 WIDTHS = (1, 2, 4)
@@ -36,11 +37,15 @@ KINDS: list[dict[str, Any]] = [
     {"presence_penalty": 0.5, "repetition_penalty": 1.1},
     {"grammar": "start: /([a-f]{3}-){20}/"},
 ]
-WORKS = [
-    generation(prompt(10 * index + turn, 5 + 40 * index + 13 * turn), max_tokens=24, ignore_eos=True, **kind)
-    for index, kind in enumerate(KINDS)
-    for turn in range(3)
-]
+
+
+def new_works() -> list[Generation]:
+    """New requests, the same ones each time: the time of each runs from its first use."""
+    return [
+        generation(prompt(10 * index + turn, 5 + 40 * index + 13 * turn), max_tokens=24, ignore_eos=True, **kind)
+        for index, kind in enumerate(KINDS)
+        for turn in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ async def test_answers_are_those_of_workers_of_one_rank(
     meanwhile."""
     plain = pool(f"{family}, one rank", family, options=("--checksums",))
     async with plain.dispatcher() as dispatcher:
-        expected = await asyncio.gather(*(answer(dispatcher, work) for work in WORKS))
+        expected = await asyncio.gather(*(answer(dispatcher, work) for work in new_works()))
     little = ("--kv-cache-bytes", str(40 * BLOCK_BYTES * decode_width), "--memory-reserve", "-1")
     workers = Workers.start(
         checkpoint(family),
@@ -67,7 +72,7 @@ async def test_answers_are_those_of_workers_of_one_rank(
         assert [each.metric("baton_ranks") for each in workers.all] == [prefill_width, decode_width]
         async with workers.dispatcher() as dispatcher:
             for _ in range(2):
-                got = await asyncio.gather(*(answer(dispatcher, work) for work in WORKS))
+                got = await asyncio.gather(*(answer(dispatcher, work) for work in new_works()))
                 for index, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
                     assert (ours.tokens, ours.reasons) == (theirs.tokens, theirs.reasons), index
                     assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-3), index
