@@ -32,7 +32,8 @@ from benchmarks.load.summary import percentile
 from benchmarks.models import llama_15m
 from benchmarks.process import restart_as_a_worker
 from common.engine.block_pool import BlockPool
-from common.engine.runner import load_runner, measure_costs
+from common.engine.runner import load_runner
+from common.engine.timing import measure_costs
 from common.runtime.config import DEFAULTS_BY_DEVICE
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler

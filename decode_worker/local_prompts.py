@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
@@ -14,6 +15,10 @@ from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
 _SHARE: Final = 0.8
 """Part of the target between tokens that a step may take while prompts wait. Steps vary, so the rest is left."""
+_LATE_STEPS: Final = 8
+"""Where prompts are late, the targets between tokens leave a step at least the prompt tokens that take so many times as
+long as its decodes at the least. With fewer, prompts come so slowly that few sequences decode together, and reading the
+weights for these few is most of the work."""
 _LEAST_TOKENS: Final = 16
 """Fewest tokens of prompts in a step, if any wait: with fewer, its fixed costs outweigh them."""
 
@@ -68,17 +73,23 @@ class LocalPrompts:
         `Costs.enough_tokens`), and ends with a prompt: with others in the same step the first would wait for the last.
         By the measured costs, a step with decodes takes at most `_SHARE` of the shortest target between tokens of the
         tiers that decode, of which at least a quarter is the prompts', however long the decodes take. Where a prompt
-        would else be late it has all that this share allows, and where the most urgent one would be late with that, the
-        whole target.
+        would else be late it has all that this share allows. Where the most urgent one would be late with that, it has
+        what lets this one be in time, at most the whole target, or the tokens that take `_LATE_STEPS` times as long as
+        a step of one decode: these not in a worker for latency, and not where a sequence of a higher tier decodes.
         """
         chunks, costs, token_s = self._chunks, self._costs, self._costs.prefill_s_per_token
         if not most or not len(chunks):
             return most
         if decodes and self._policy.prefill_tokens is not None:
             return min(most, self._policy.prefill_tokens)
+        urgent_rank, urgent_due_at, _ = next(iter(chunks)).urgency
         if decodes:
-            target_s = min(map(self._policy.itl_target_s, {choice.request.work.tier for choice in decodes}))
+            tiers = {choice.request.work.tier for choice in decodes}
+            target_s = min(map(self._policy.itl_target_s, tiers))
             share, whole = self._tokens_of(_SHARE * target_s, most), self._tokens_of(target_s, most)
+            if self._policy.step_target_s is None and urgent_rank <= min(tier.rank for tier in tiers):
+                late_s = _LATE_STEPS * costs.least_step_s
+                whole = max(whole, most if late_s >= most * token_s else int(late_s / token_s))
             beside_s, enough = costs.decode_s, costs.decode_s / token_s if token_s else most
         else:
             share = whole = most
@@ -91,7 +102,9 @@ class LocalPrompts:
 
         if in_time(first, chunks.due_at):
             return first
-        return share if in_time(share, next(iter(chunks)).urgency[1]) else whole
+        spare_s = urgent_due_at - now - chunks.num_uncomputed * token_s
+        needed = math.ceil(min(whole, chunks.num_uncomputed * beside_s / spare_s)) if spare_s > 0 else whole
+        return max(share, needed)
 
     def _tokens_of(self, step_s: float, most: int) -> int:
         """Prompt tokens, at most `most`, of a step with decodes that should take `step_s`."""

@@ -19,8 +19,8 @@ from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, Draft
 from common.engine.drafter import Drafter
 from common.engine.engine_thread import EngineThread
 from common.engine.ranks import GroupPlan
-from common.engine.runner import ModelRunner, Submitted, load_runner, measure_costs
-from common.engine.time_rows import time_rows
+from common.engine.runner import ModelRunner, Submitted, load_runner
+from common.engine.timing import measure_costs, time_rows
 from common.runtime.checkpoint import config_hash, unchanged, weights_hash
 from common.runtime.config import DeviceType, WorkerSettings
 from common.runtime.cores import cores_here

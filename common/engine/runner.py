@@ -6,8 +6,6 @@ Shapes: R rows of logits, N samples, V vocabulary.
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -40,21 +38,11 @@ from common.engine.ranks import GroupPlan, Ranks
 from common.engine.sampler import ChosenOnDevice, choose
 from common.engine.shard import Shard, require_width
 from common.engine.weights import load_weights, resolve_dtype
-from common.scheduling.costs import MIN_OBSERVED_TOKENS, Costs
 
 _log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 256 * 2**20
 """Bytes of a CPU worker's KV cache if no size was given."""
-_MEASURE_S = 1.0
-"""`measure_costs` leaves out a run that could end later than this many seconds after the first run began."""
-_REPEAT_S = 0.1
-"""`measure_costs` repeats short runs until this many seconds after the first one began: each may be interrupted while
-other workers start."""
-_LONG_STEP_S = 0.1
-"""Seconds of a step that is long enough to tell the cost of a token: no larger step is measured."""
-_MEASURED_BLOCKS = (1, 8, 8)
-"""Sizes of the swaps that `measure_costs` times. The first one warms up, and bounds the time of the next one."""
 
 
 class Submitted:
@@ -370,78 +358,3 @@ def _require_a_block(kv_cache_bytes: int, own_layout: KVLayout, width: int) -> N
             f"a KV cache of {kv_cache_bytes} bytes does not hold one block: {block_bytes} bytes for "
             f"{own_layout.block_size} tokens at {width} rank{'s' if width > 1 else ''}"
         )
-
-
-def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:
-    """Time prefills and swaps of a `runner` whose cache is empty, and leave it zeroed. `clock` returns seconds.
-
-    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes a tenth
-    of a second for a small model, and at most about two seconds for a model that prefills `MIN_OBSERVED_TOKENS` tokens
-    within one second.
-    """
-    cache, layout = runner.cache, runner.layout
-    most_tokens = min(most_tokens, runner.config.max_sequence_tokens, cache.num_slots)
-    num_swapped = min(max(_MEASURED_BLOCKS), cache.num_blocks, runner.num_host_blocks)
-    table = list(range(max(layout.blocks_for(most_tokens), num_swapped)))
-
-    def prefill(num_tokens: int) -> None:
-        token_ids = [token % runner.config.vocab_size for token in range(num_tokens)]
-        runner.step([Slice(token_ids=token_ids, start=0, block_table=table)])
-
-    def swap(num: int) -> None:
-        runner.swap_out([(block, block) for block in range(num)])
-        runner.swap_in([(block, block) for block in range(num)])
-        cache.synchronize()
-
-    step_s, token_s = _step_and_token_s(prefill, most_tokens, clock)
-    swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
-    runner.clear(len(table))
-    return Costs(prefill_s_per_token=token_s, step_s=step_s, step_tokens=most_tokens, swap_s_per_block=swap_s / 2)
-
-
-def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """(seconds of a step beside its tokens, seconds per token), from a small and a large step."""
-    took_s: dict[int, float] = {}
-    begin = clock()
-    end = begin + _MEASURE_S
-
-    def time_run(size: int) -> None:
-        run_begin = clock()
-        run(size)
-        took_s[size] = min(clock() - run_begin, took_s.get(size, math.inf))
-
-    small = large = min(MIN_OBSERVED_TOKENS, most)
-    time_run(small)  # warms up
-    if clock() + took_s[small] <= end:
-        time_run(small)
-    # A larger step takes no more time per token than a smaller one does.
-    while large < most and took_s[large] < _LONG_STEP_S:
-        size = min(2 * large, most)
-        if clock() + size / large * took_s[large] > end:
-            break
-        time_run(size)
-        large = size
-    if large > small and clock() + took_s[large] <= end:
-        time_run(large)  # the first one may have been interrupted
-    while clock() + took_s[small] + took_s[large] <= begin + _REPEAT_S:
-        time_run(small)
-        time_run(large)
-    if took_s[large] <= took_s[small]:  # only one size, or a large step that takes no longer than a small one
-        return 0.0, took_s[large] / large
-    token_s = (took_s[large] - took_s[small]) / (large - small)
-    return max(0.0, took_s[small] - small * token_s), token_s
-
-
-def _least_s(run: Callable[[int], None], sizes: Sequence[int], clock: Callable[[], float]) -> float:
-    """Least seconds per unit among runs of the ascending `sizes`. The first run always takes place."""
-    least_s = 0.0
-    end = clock() + _MEASURE_S
-    for number, size in enumerate(sizes):
-        begin = clock()
-        # A larger run costs no more per unit than a smaller one did.
-        if number > 0 and begin + size * least_s > end:
-            break
-        run(size)
-        taken_s = (clock() - begin) / size
-        least_s = taken_s if number == 0 else min(least_s, taken_s)
-    return least_s

@@ -36,7 +36,10 @@ class Costs:
     prefill_s_per_token: float = 1e-3
     """Time per token, in addition to the fixed time of its step: what a token costs that rides in a step."""
     step_s: float = 0.0
-    """Fixed time of a step."""
+    """Fixed time of a step: what full steps take beyond the time of their tokens."""
+    least_step_s: float = 0.0
+    """Time of a step of one token, measured at start: what it takes to read the weights once. Where tokens are computed
+    more slowly than weights are read, a full step hides it."""
     step_tokens: int = 1
     """Most prompt tokens of a step."""
     decode_s: float = 0.0

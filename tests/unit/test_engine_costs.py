@@ -10,7 +10,8 @@ import torch
 from checkpoints import make_checkpoint
 
 from common.engine.batch import Sampled, Slice
-from common.engine.runner import ModelRunner, load_runner, measure_costs
+from common.engine.runner import ModelRunner, load_runner
+from common.engine.timing import measure_costs
 from common.scheduling.costs import Costs
 
 torch.set_num_threads(1)
@@ -189,7 +190,7 @@ def test_a_prompt_also_takes_the_time_of_its_steps() -> None:
 def test_a_slow_machine_is_measured_by_less(folder: Path, token_s: float, sizes: list[int]) -> None:
     runner = timed(folder, token_s=token_s)
     assert measured(runner).prefill_s_per_token == pytest.approx(token_s)
-    assert runner.sizes == sizes
+    assert runner.sizes == [*sizes, 1, 1, 1]
     assert runner.now <= 2.0
 
 
@@ -205,6 +206,18 @@ def test_without_swap_space_prefill_alone_is_measured(folder: Path) -> None:
     costs = measured(timed(folder, swap_bytes=0))
     assert costs.prefill_s_per_token == pytest.approx(1e-4)
     assert costs.swap_s_per_block == math.inf
+
+
+def test_the_least_step_is_one_of_one_token(folder: Path) -> None:
+    runner = timed(folder, step_s=0.03, token_s=0.01)
+    assert measured(runner).least_step_s == pytest.approx(0.04)
+
+
+def test_an_interruption_of_one_least_step_does_not_count(folder: Path) -> None:
+    runner = timed(folder, step_s=0.03, token_s=0.05)
+    runner.delays = [0.0, 0.2]
+    assert measured(runner).least_step_s == pytest.approx(0.08)
+    assert runner.sizes == [16, 1, 1, 1], "the second step was the one that took longer"
 
 
 def test_a_measurement_leaves_the_cache_as_it_was(folder: Path) -> None:

@@ -69,13 +69,48 @@ def test_a_step_takes_four_fifths_of_the_shortest_target_of_who_decodes(
     assert chunk_beside(*tiers, costs=costs()) == pytest.approx(num_tokens, abs=1)
 
 
-def test_it_takes_all_of_the_target_where_prompts_would_otherwise_be_late() -> None:
+def test_it_takes_up_to_all_of_the_target_where_prompts_would_otherwise_be_late() -> None:
     # The deadline is 2 s and the time of its own 4,000 tokens, 4 s. At 140 tokens in 0.16 s they take 4.57 s.
     slow = costs(token_s=1e-3)
     assert chunk_beside(Tier.STANDARD, costs=slow) == pytest.approx(140, abs=1)
     assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.4) == pytest.approx(140, abs=1)
-    assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.45) == pytest.approx(180, abs=1)
+    assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.5) == pytest.approx(160, abs=1), "4.5 s suffice"
+    assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=1.6) == pytest.approx(180, abs=1), "4.4 s do not"
     assert chunk_beside(Tier.STANDARD, costs=slow, waited_s=100.0) == pytest.approx(180, abs=1), "it is late"
+
+
+SLOW = Costs(least_step_s=0.1, decode_s=0.12, prefill_s_per_token=2e-3)
+"""Beside the decodes the target of 0.2 s leaves 40 prompt tokens, and four fifths of it leave 20."""
+
+
+def test_a_late_prompt_takes_eight_times_as_long_as_a_least_step_if_the_target_leaves_less() -> None:
+    # At 40 tokens in 0.2 s its 4,000 tokens take 20 s. The deadline is 2 s and their own 8 s.
+    assert chunk_beside(Tier.STANDARD, costs=SLOW) == pytest.approx(240, abs=1), "10 s suffice"
+    assert chunk_beside(Tier.STANDARD, costs=SLOW, waited_s=0.05) == pytest.approx(247, abs=1), "9.95 s do, too"
+    assert chunk_beside(Tier.STANDARD, costs=SLOW, waited_s=1.0) == pytest.approx(400, abs=1)
+    assert chunk_beside(Tier.STANDARD, costs=SLOW, prompt=Tier.BATCH) == pytest.approx(20, abs=1), "nothing is late"
+    assert chunk_beside(Tier.BATCH, costs=SLOW, waited_s=100.0) == pytest.approx(440, abs=1), "their target is 1 s"
+
+
+def test_a_late_prompt_does_not_make_tokens_of_a_higher_tier_late() -> None:
+    for tiers in [(Tier.INTERACTIVE,), (Tier.STANDARD, Tier.INTERACTIVE)]:
+        assert chunk_beside(*tiers, costs=SLOW, waited_s=100.0) == 16, "at least so many"
+    late = chunk_beside(Tier.INTERACTIVE, costs=SLOW, prompt=Tier.INTERACTIVE, waited_s=100.0)
+    assert late == pytest.approx(400, abs=1)
+
+
+def test_a_worker_for_latency_keeps_to_the_target_however_late_a_prompt_is() -> None:
+    late = chunk_beside(Tier.STANDARD, costs=SLOW, waited_s=100.0, step_target_s=0.1)
+    assert late == pytest.approx(40, abs=1)
+
+
+def test_tokens_that_take_longer_than_expected_do_not_add_up() -> None:
+    """What a step takes too long counts as the decodes' time, which is no reason for more prompt tokens."""
+    learnt = Costs(least_step_s=0.1, decode_s=0.12, prefill_s_per_token=1e-3)
+    for _ in range(60):
+        num_tokens = chunk_beside(Tier.STANDARD, costs=learnt, waited_s=100.0)
+        learnt.observe_step(num_tokens, 1, 0.1 + num_tokens * 3e-3)
+    assert num_tokens == pytest.approx(800, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +187,7 @@ def test_prompts_share_a_step_where_one_after_the_other_would_be_late() -> None:
     prompts = (512, 512, 512)
     assert chunks_of(prompts, costs=costs(), waited_s=0.82) == [512, 0, 0]
     assert chunks_of(prompts, costs=costs(), waited_s=0.86) == [512, 512, 376]
-    assert chunks_of(prompts, costs=costs(), waited_s=0.9) == [512, 512, 512], "up to the whole target, if need be"
+    assert chunks_of(prompts, costs=costs(), waited_s=0.88) == [512, 512, 512], "up to the whole target, if need be"
 
 
 @pytest.mark.parametrize(("decode_s", "num_tokens"), [(0.07, 90), (0.11, 50), (0.13, 40), (0.3, 40)])

@@ -8,7 +8,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 from common.engine.runner import load_runner
-from common.engine.time_rows import time_rows
+from common.engine.timing import time_rows
 from common.scheduling.row_times import RowTimes
 
 

@@ -1,0 +1,159 @@
+"""Times a model that was just loaded: prefills, swaps, and steps of decodes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from common.engine.batch import NO_SAMPLE, PARAMETERS, Decodes, Samples, Slice
+from common.engine.runner import ModelRunner
+from common.scheduling.costs import MIN_OBSERVED_TOKENS, Costs
+from common.scheduling.row_times import RowTimes
+
+_COSTS_S = 1.0
+"""`measure_costs` leaves out a run that could end later than this many seconds after the first run began."""
+_REPEAT_S = 0.1
+"""`measure_costs` repeats short runs until this many seconds after the first one began: each may be interrupted while
+other workers start."""
+_LONG_STEP_S = 0.1
+"""Seconds of a step that is long enough to tell the cost of a token: no larger step is measured."""
+_MEASURED_BLOCKS = (1, 8, 8)
+"""Sizes of the swaps that `measure_costs` times. The first one warms up, and bounds the time of the next one."""
+_ROWS_S = 2.0
+"""`time_rows`: no step begins later than this many seconds after the first one, but for the smallest."""
+_RUNS, _LONG_S = 3, 0.03
+"""Runs of each step, of which the fastest counts; one that takes longer than so many seconds is run once."""
+_LONG_ROWS, _LONG_TOKENS = 4, 512
+"""Rows, and the tokens that each of them attends to, of the step that tells what attention takes."""
+
+
+def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:
+    """Time prefills and swaps of a `runner` whose cache is empty, and leave it zeroed. `clock` returns seconds.
+
+    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes a tenth
+    of a second for a small model, and at most about two seconds for a model that prefills `MIN_OBSERVED_TOKENS` tokens
+    within one second.
+    """
+    cache, layout = runner.cache, runner.layout
+    most_tokens = min(most_tokens, runner.config.max_sequence_tokens, cache.num_slots)
+    num_swapped = min(max(_MEASURED_BLOCKS), cache.num_blocks, runner.num_host_blocks)
+    table = list(range(max(layout.blocks_for(most_tokens), num_swapped)))
+
+    def prefill(num_tokens: int) -> None:
+        token_ids = [token % runner.config.vocab_size for token in range(num_tokens)]
+        runner.step([Slice(token_ids=token_ids, start=0, block_table=table)])
+
+    def swap(num: int) -> None:
+        runner.swap_out([(block, block) for block in range(num)])
+        runner.swap_in([(block, block) for block in range(num)])
+        cache.synchronize()
+
+    step_s, token_s = _step_and_token_s(prefill, most_tokens, clock)
+    swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
+    least_step_s = _least_s(lambda _: prefill(1), [1, 1, 1], clock)
+    runner.clear(len(table))
+    return Costs(
+        prefill_s_per_token=token_s,
+        step_s=step_s,
+        least_step_s=least_step_s,
+        step_tokens=most_tokens,
+        swap_s_per_block=swap_s / 2,
+    )
+
+
+def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """(seconds of a step beside its tokens, seconds per token), from a small and a large step."""
+    took_s: dict[int, float] = {}
+    begin = clock()
+    end = begin + _COSTS_S
+
+    def time_run(size: int) -> None:
+        run_begin = clock()
+        run(size)
+        took_s[size] = min(clock() - run_begin, took_s.get(size, math.inf))
+
+    small = large = min(MIN_OBSERVED_TOKENS, most)
+    time_run(small)  # warms up
+    if clock() + took_s[small] <= end:
+        time_run(small)
+    # A larger step takes no more time per token than a smaller one does.
+    while large < most and took_s[large] < _LONG_STEP_S:
+        size = min(2 * large, most)
+        if clock() + size / large * took_s[large] > end:
+            break
+        time_run(size)
+        large = size
+    if large > small and clock() + took_s[large] <= end:
+        time_run(large)  # the first one may have been interrupted
+    while clock() + took_s[small] + took_s[large] <= begin + _REPEAT_S:
+        time_run(small)
+        time_run(large)
+    if took_s[large] <= took_s[small]:  # only one size, or a large step that takes no longer than a small one
+        return 0.0, took_s[large] / large
+    token_s = (took_s[large] - took_s[small]) / (large - small)
+    return max(0.0, took_s[small] - small * token_s), token_s
+
+
+def _least_s(run: Callable[[int], None], sizes: Sequence[int], clock: Callable[[], float]) -> float:
+    """Least seconds per unit among runs of the ascending `sizes`. The first run always takes place."""
+    least_s = 0.0
+    end = clock() + _COSTS_S
+    for number, size in enumerate(sizes):
+        begin = clock()
+        # A larger run costs no more per unit than a smaller one did.
+        if number > 0 and begin + size * least_s > end:
+            break
+        run(size)
+        taken_s = (clock() - begin) / size
+        least_s = taken_s if number == 0 else min(least_s, taken_s)
+    return least_s
+
+
+def time_rows(runner: ModelRunner, most_rows: int, clock: Callable[[], float] = time.perf_counter) -> RowTimes:
+    """Time steps of up to `most_rows` decodes of a `runner` whose cache is empty, and leave it zeroed. `clock` returns
+    seconds."""
+    end = clock() + _ROWS_S
+    size, num_blocks = runner.layout.block_size, runner.cache.num_blocks
+
+    def timed(num_rows: int, num_tokens: int) -> float:
+        decodes = _decodes(num_rows, num_tokens, size, num_blocks)
+        least = float("inf")
+        for _ in range(_RUNS):
+            begin = clock()
+            runner.submit((), decodes).chosen()
+            least = min(least, clock() - begin)
+            if least > _LONG_S or clock() > end:
+                break
+        return least
+
+    timed(1, 1)  # warms up
+    rows, seconds = [1], [timed(1, 1)]
+    while rows[-1] < most_rows and clock() < end:
+        rows.append(min(2 * rows[-1], most_rows))
+        seconds.append(max(seconds[-1], timed(rows[-1], 1)))
+    long = min(_LONG_TOKENS, num_blocks * size // _LONG_ROWS, runner.config.max_sequence_tokens)
+    times = RowTimes(rows=tuple(rows), seconds=tuple(seconds))
+    if long > 1 and clock() < end:
+        plain_s = times.step_s((_LONG_ROWS, 0))
+        times.token_s = max(0.0, timed(_LONG_ROWS, long) - plain_s) / (_LONG_ROWS * long)
+    runner.clear(num_blocks)
+    return times
+
+
+def _decodes(num_rows: int, num_tokens: int, block_size: int, num_blocks: int) -> Decodes:
+    """Rows that attend to `num_tokens` tokens each, in blocks of their own as far as there are enough."""
+    blocks = -(-num_tokens // block_size)
+    parameters_N = np.zeros(num_rows, PARAMETERS)
+    parameters_N["top_p"] = 1.0
+    return Decodes(
+        sequences=(),
+        token_ids_D=np.zeros(num_rows, np.int64),
+        positions_D=np.full(num_rows, num_tokens - 1),
+        num_blocks_D=np.full(num_rows, blocks),
+        tables_DM=np.arange(num_rows * blocks).reshape(num_rows, blocks) % num_blocks,
+        follows_D=np.full(num_rows, NO_SAMPLE),
+        samples=Samples(parameters_N=parameters_N, positions_N=np.full(num_rows, num_tokens), special={}),
+    )
