@@ -18,9 +18,11 @@ from pathlib import Path
 from benchmarks.command import Result, run
 from benchmarks.record import ROOT
 
-_CELL = re.compile(r"(?P<test>\w+)(\[(?P<transport>nixl-tcp|nixl|zmq)?-?(?P<fault>cut-in|cut-out|\w+)?)?")
+_TRANSPORT = re.compile(r"\b(nixl-ranks|nixl-tcp|nixl|zmq)\b")
+_FAULT = re.compile(r"\b(kill-rank|freeze-rank|cut-in|cut-out|cut|freeze|kill|part|reset|slow)\b")
+"""The first one in a name is the fault: `cut` is also a state."""
 _MATRIX = ("test_the_stream_goes_on", "test_a_gateway_is_gone")
-"""Prefixes of the names of tests whose second parameter is a fault."""
+"""Prefixes of the names of tests that have a fault among their parameters."""
 _ANY_TRANSPORT = "nixl"
 """The transport of a test that has none among its parameters."""
 
@@ -29,11 +31,7 @@ def counted(cases: Iterable[tuple[str, bool]]) -> dict[str, dict[str, dict[str, 
     """Numbers of passed and failed cells, by transport and fault. `cases` are (test name, whether it passed)."""
     found: dict[str, dict[str, Counter[str]]] = {"passed": {}, "failed": {}}
     for name, passed in cases:
-        cell = _CELL.match(name)
-        assert cell is not None, name
-        fault = cell["fault"] if name.startswith(_MATRIX) else cell["test"].removeprefix("test_").replace("_", " ")
-        by_fault = found["passed" if passed else "failed"].setdefault(cell["transport"] or _ANY_TRANSPORT, Counter())
-        by_fault[str(fault)] += 1
+        found["passed" if passed else "failed"].setdefault(_transport(name), Counter())[_fault(name)] += 1
     return {outcome: {transport: dict(each) for transport, each in by.items()} for outcome, by in found.items()}
 
 
@@ -41,10 +39,23 @@ def aborts(cases: Iterable[tuple[str, str]]) -> dict[str, int]:
     """Number of times that UCX aborted a worker (docs/log.md), by transport. `cases` are (test name, its output)."""
     found: Counter[str] = Counter()
     for name, printed in cases:
-        cell = _CELL.match(name)
-        assert cell is not None, name
-        found[cell["transport"] or _ANY_TRANSPORT] += printed.count("was aborted by UCX")
+        found[_transport(name)] += printed.count("was aborted by UCX")
     return dict(found)
+
+
+def _transport(name: str) -> str:
+    """The transport of a cell; `nixl-ranks` is NIXL with workers of two ranks."""
+    found = _TRANSPORT.search(name)
+    return found[0] if found else _ANY_TRANSPORT
+
+
+def _fault(name: str) -> str:
+    """The fault of a cell of the matrix; of any other test, what it shows."""
+    if not name.startswith(_MATRIX):
+        return name.partition("[")[0].removeprefix("test_").replace("_", " ")
+    found = _FAULT.search(name)
+    assert found is not None, name
+    return found[0]
 
 
 def measure(scratch: Path) -> Result:

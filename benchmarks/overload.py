@@ -6,8 +6,8 @@ First the capacity is measured: requests per second of a closed loop of 32 clien
 that are never idle, and not the rate that can be served in time; the share of its first tokens that met the target is
 reported, too. Then requests of the tier `interactive` arrive in a Poisson process at multiples of the capacity, up to
 three. A request is good if its first token came within the tier's target and the gaps between its tokens did, too;
-goodput is good requests per second. Requests that are refused should be refused at once, so the time to a refusal is
-measured, too. Load generator, gateway and workers share the machine.
+goodput is the rate times the share of good requests. Requests that are refused should be refused at once, so the time
+to a refusal is measured, too. Load generator, gateway and workers share the machine.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def per_second(records: Sequence[Record]) -> float:
 
 
 def figures(records: Sequence[Record], rate: float) -> dict[str, Any]:
-    """The figures of one run at one rate. Goodput is per second of the time in which requests arrived. Only a 429
-    counts as refused; a 503 counts as a failure, however soon it came."""
+    """The figures of one run at one rate, in requests per second. Goodput is the rate times the share of good requests:
+    the number of requests is that of the rate, and the span of their arrivals is drawn at random. Only a 429 counts as
+    refused; a 503 counts as a failure, however soon it came."""
     accepted = [each for each in records if each.outcome is Outcome.OK]
     refused = [each for each in records if each.outcome is Outcome.REFUSED and each.status == 429]
     others = len(records) - len(accepted) - len(refused)
     good = [each for each in accepted if TARGETS.met_by(each)]
-    duration_s = max(each.planned_s for each in records) - min(each.planned_s for each in records)
     return {
         "rate": rate,
         "requests": len(records),
         "accepted": len(accepted),
         "refused": len(refused),
         "neither": others,
-        "goodput": len(good) / duration_s,
+        "goodput": rate * len(good) / len(records),
         "accepted_that_met_the_target": len(good) / max(1, len(accepted)),
         "ttft_s": spread([ttft_s(each) for each in accepted]) if accepted else None,
         "refusal_s": spread([each.ended_s - each.sent_s for each in refused]) if refused else None,

@@ -3,61 +3,54 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
-from benchmarks.record import Run
+from benchmarks.aim_table import AIMED, aims
+from benchmarks.record import RECORDED_ONCE, Run, instructions
 from benchmarks.result_tables import Figures, Row, bound_threads, table
 
-
-def instructions(machine: Mapping[str, Any]) -> str:
-    """The widest instruction set that kernels may use on the CPU of a recorded machine, and the limit that was set."""
-    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
-    widest = next(
-        (name for flag, name in names.items() if flag in machine.get("cpu_flags", ())), "unknown instructions"
-    )
-    limits = {"avx2": "AVX2", "avx512-bf16": "AVX-512 with bf16"}
-    return f"{widest}, limited to {limits.get(limit, limit)}" if (limit := machine.get("limited_to")) else widest
+PAIRINGS = (("baton pair", "vllm single"), ("baton pair", "vllm pair"), ("baton colocated", "vllm single"))
+"""(ours, theirs), least favourable first: with the cores of a pair one could also run a single vLLM."""
+_CALLED = {"baton pair": "a pair", "vllm pair": "a pair", "baton colocated": "one worker", "vllm single": "one vLLM"}
 
 
-def beside_vllm(*runs: Run) -> str:
-    """Output tokens per second in multiples of vLLM's: from the least to the most over the requests at a time.
+def beside_vllm(*runs: Run | None) -> str:
+    """Baton's tokens per second, time to the first token and gaps in multiples of vLLM's.
 
-    Medians of the rounds, then the least and the most of any round. First the pair beside the single vLLM that the same
-    cores could run, also the median time to its first tokens in multiples of vLLM's.
+    From the least to the most over the requests at a time: medians of the rounds, in brackets any round. Runs with
+    threads of vLLM bound to cores are marked with * and come last; otherwise the newest run comes first.
     """
     rows = []
-    for run in runs:
-        at_a_time = " ".join(map(str, run["workload"]["concurrency"]))
-        model, dtype = run["workload"]["model"], run["workload"]["dtype"]
-        what = f"{model}, {dtype}, {at_a_time} at a time, {instructions(run['machine'])}"
-        row = [
-            f"{what}; vLLM's threads bound" if bound_threads(run) else what,
-            f"{_pair_beside_one(run['figures']['runs'], 'output_tokens_per_s')}; time to "
-            f"first token {_pair_beside_one(run['figures']['runs'], 'ttft_p50_s')}",
-        ]
-        for pair in ("baton pair", "baton colocated"):
-            of = [each["output_tokens_per_s"] for each in run["figures"]["ratios"] if each["ours"] == pair]
-            middle = f"{min(each['ratio'] for each in of):.2f} to {max(each['ratio'] for each in of):.2f} times"
-            least, most = min(each["ratio_min"] for each in of), max(each["ratio_max"] for each in of)
-            row.append(f"{middle} ({least:.2f} to {most:.2f})")
-        rows.append(row)
-    heads = ["a pair beside one vLLM", "a pair beside vLLM's pair", "one worker beside one vLLM"]
-    return table(["model, weights and CPU", *heads], rows)
+    for run in sorted(filter(None, runs), key=lambda run: (not bound_threads(run), run["recorded_at"]), reverse=True):
+        workload, figures = run["workload"], run["figures"]["runs"]
+        at_a_time = " ".join(map(str, workload["concurrency"]))
+        what = f"{workload['model']}, {workload['dtype']}, {at_a_time} at a time, {instructions(run['machine'])}"
+        what = f"{what} *" if bound_threads(run) else what
+        for ours, theirs in PAIRINGS:
+            of = [_ratios(figures, ours, theirs, name) for name in ("output_tokens_per_s", "ttft_p50_s", "itl_p99_s")]
+            if of[0]:
+                rounds = min(len(each) for each in of[0])
+                rows.append([what, f"{_CALLED[ours]} / {_CALLED[theirs]}", str(rounds), *map(_span, of)])
+                what = ""
+    return table(["model, weights, requests, CPU", "systems", "rounds", "tokens/s", "first token", "gaps, P99"], rows)
 
 
-def _pair_beside_one(runs: Sequence[Row], figure: str) -> str:
-    """The same for systems that are no pair of the comparison: by medians of the rounds at each point."""
+def _ratios(runs: Sequence[Row], ours: str, theirs: str, figure: str) -> list[list[float]]:
+    """The ratios of the rounds in which both took part, for each number of requests at a time."""
     figures: dict[tuple[int, int], dict[str, float]] = {}
     for each in runs:
         figures.setdefault((each["concurrency"], each["round"]), {})[each["system"]] = each[figure]
     ratios: dict[int, list[float]] = {}
     for (concurrency, _), of in figures.items():
-        if {"baton pair", "vllm single"} <= of.keys():
-            ratios.setdefault(concurrency, []).append(of["baton pair"] / of["vllm single"])
-    middle, every = [median(each) for each in ratios.values()], [each for of in ratios.values() for each in of]
-    return f"{min(middle):.2f} to {max(middle):.2f} times ({min(every):.2f} to {max(every):.2f})"
+        if {ours, theirs} <= of.keys():
+            ratios.setdefault(concurrency, []).append(of[ours] / of[theirs])
+    return list(ratios.values())
+
+
+def _span(ratios: Sequence[Sequence[float]]) -> str:
+    middle, every = [median(each) for each in ratios], [each for of in ratios for each in of]
+    return f"{min(middle):.2f} to {max(middle):.2f} ({min(every):.2f} to {max(every):.2f})"
 
 
 def handoff(*runs: Run) -> str:
@@ -168,7 +161,8 @@ def at_a_glance(*runs: Run | None) -> str:
         if (figures := found.get(name)) is not None:
             value = form(figures) if callable(form) else form.format(**figures)
             what = told(figures) if callable(told) else told.format(**figures)
-            rows.append([what, value, f"[record](benchmarks/results/{name}.json)"])
+            once = ", made once" if name in RECORDED_ONCE else ""
+            rows.append([what, value, f"[record](benchmarks/results/{name}.json){once}"])
     return table(["", "measured", ""], rows)
 
 
@@ -186,22 +180,27 @@ def soaks(*runs: Run) -> str:
     return table(["transport", "requests", "faults", "lost", "wrong", "near ties"], rows)
 
 
+BESIDE_VLLM = (
+    "versus-0.5b-float32-fixed-baton-colocated-vllm-single-avx2",
+    "versus-0.5b-float32-fixed-baton-pair-vllm-pair-avx2",
+    "versus-0.5b-bfloat16-fixed",
+    "versus-0.5b-bfloat16-fixed-amx",
+    "versus-15m-float32-fixed",
+    "versus-15m-bfloat16-fixed",
+    "versus-15m-bfloat16-fixed-amx",
+    "versus-15m-float32-fixed-amx",
+    "versus-15m-float32-fixed-amx-as-avx2",
+    "versus-15m-float32-fixed-avx2",
+)
 OVERVIEWS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
-    "beside vLLM": (
-        (
-            "versus-0.5b-bfloat16-fixed",
-            "versus-0.5b-bfloat16-fixed-amx",
-            "versus-15m-float32-fixed",
-            "versus-15m-bfloat16-fixed",
-            "versus-15m-bfloat16-fixed-amx",
-            "versus-15m-float32-fixed-amx",
-            "versus-15m-float32-fixed-amx-as-avx2",
-            "versus-15m-float32-fixed-avx2",
-        ),
-        beside_vllm,
-    ),
     "handoff": (("handoff-demo", "handoff-15m"), handoff),
     "soaks": (("soak-zmq", "soak-nixl", "soak-nixl-tcp"), soaks),
-    "at a glance": (GLANCED, at_a_glance),
 }
 """Name of a part of the documents → (runs that it shows, function that makes it)."""
+SUMMARIES: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "aims": (AIMED, aims),
+    "beside vLLM": (BESIDE_VLLM, beside_vllm),
+    "at a glance": (GLANCED, at_a_glance),
+}
+"""The same for parts without what is not recorded, and without the lines that name the runs: their rows or the text
+beside them link to these."""

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,6 +75,9 @@ def recorded(name: str) -> Run | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+RECORDED_ONCE = frozenset({"bench-agreement", "claims", "decode-floor-15m-1", "reserve", "routing"})
+"""Names of records whose program is in the history, at the commit of the record."""
+
 CPU_SUFFIXES = {"amx_bf16": "-amx", "avx512f": "", "avx2": "-avx2"}
 """Instructions, widest first → what stands behind the names of records of a CPU with them."""
 
@@ -117,6 +120,16 @@ def of_any_cpu(name: str) -> str:
     for suffix in filter(None, CPU_SUFFIXES.values()):
         name = name.removesuffix(suffix)
     return name
+
+
+def instructions(machine: Mapping[str, Any]) -> str:
+    """The widest instruction set that kernels may use on the CPU of a recorded machine, and the limit that was set."""
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
+    widest = next(
+        (name for flag, name in names.items() if flag in machine.get("cpu_flags", ())), "unknown instructions"
+    )
+    limits = {"avx2": "AVX2", "avx512-bf16": "AVX-512 with bf16"}
+    return f"{widest}, limited to {limits.get(limit, limit)}" if (limit := machine.get("limited_to")) else widest
 
 
 def tree() -> dict[str, str]:

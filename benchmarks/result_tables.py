@@ -75,13 +75,19 @@ def failures(runs: Iterable[Row]) -> str:
     return f"\nFailed requests: {note}.\n" if note else ""
 
 
-def compared_rows(figures: Figures, by: str, figure: str) -> Iterator[Row]:
-    """The rows of systems that took turns at each value of `by`, with the ratio of `figure` and its range."""
+def compared_rows(figures: Figures, by: str, *names: str) -> Iterator[Row]:
+    """The rows of systems that took turns at each value of `by`, with the number of their rounds, and as `NAME_ratio`
+    the median of the rounds' ratios with the least and the most."""
     for each in figures["ratios"]:
-        of = each[figure]
         rounds = sum((run["system"], run[by]) == (each["ours"], each[by]) for run in figures["runs"])
-        span = f"{{ratio_min:.2f}} to {{ratio_max:.2f}} in {rounds} rounds" if rounds > 1 else "one round"
-        yield each | {"ratio": "-" if of["ratio"] is None else f"**{{ratio:.2f}}** ({span})".format(**of)}
+        yield each | {"rounds": rounds} | {f"{name}_ratio": _ratio(each[name], rounds) for name in names}
+
+
+def _ratio(of: Row, rounds: int) -> str:
+    if of["ratio"] is None:
+        return "-"
+    span = " ({ratio_min:.2f} to {ratio_max:.2f})" if rounds > 1 else ""
+    return f"**{{ratio:.2f}}**{span}".format(**of)
 
 
 def bound_threads(run: Run) -> bool:
@@ -97,17 +103,19 @@ def _bound(run: Run) -> str:
 
 
 def versus(run: Run) -> str:
-    """Baton compared with vLLM: medians, and ratios of the rounds."""
+    """Baton compared with vLLM: medians, and the median of the rounds' ratios, which is not that of the medians."""
     return _versus(run) + failures(run["figures"]["runs"]) + _bound(run)
 
 
 _versus = Table(
     """
-| systems | concurrency | output tokens/s | ratio | TTFT p50, ms | ITL P99, ms |
-| {ours} / {theirs} | {concurrency} | {output_tokens_per_s[ours]:.1f} / {output_tokens_per_s[theirs]:.1f} | {ratio} \
-| {ttft_p50_s[ours]:m.0f} / {ttft_p50_s[theirs]:m.0f} | {itl_p99_s[ours]:m.0f} / {itl_p99_s[theirs]:m.0f} |
+| systems | concurrency | rounds | output tokens/s | ratio | TTFT p50, ms | ratio | ITL P99, ms | ratio |
+| {ours} / {theirs} | {concurrency} | {rounds} \
+| {output_tokens_per_s[ours]:.1f} / {output_tokens_per_s[theirs]:.1f} | {output_tokens_per_s_ratio} \
+| {ttft_p50_s[ours]:m.0f} / {ttft_p50_s[theirs]:m.0f} | {ttft_p50_s_ratio} \
+| {itl_p99_s[ours]:m.0f} / {itl_p99_s[theirs]:m.0f} | {itl_p99_s_ratio} |
 """,
-    lambda figures: compared_rows(figures, "concurrency", "output_tokens_per_s"),
+    lambda figures: compared_rows(figures, "concurrency", "output_tokens_per_s", "ttft_p50_s", "itl_p99_s"),
 )
 
 
@@ -256,8 +264,8 @@ def goodput(run: Run) -> str:
 
 _goodput = Table(
     """
-| systems | requests/s | good requests/s | ratio | met both targets, % | output tokens/s |
-| {ours} / {theirs} | {rate:g} | {goodput[ours]:.2f} / {goodput[theirs]:.2f} | {ratio} \
+| systems | requests/s | rounds | good requests/s | ratio | met both targets, % | output tokens/s |
+| {ours} / {theirs} | {rate:g} | {rounds} | {goodput[ours]:.2f} / {goodput[theirs]:.2f} | {goodput_ratio} \
 | {good_share[ours]:c.0f} / {good_share[theirs]:c.0f} \
 | {output_tokens_per_s[ours]:.0f} / {output_tokens_per_s[theirs]:.0f} |
 """,

@@ -4,8 +4,8 @@
     python -m benchmarks.results_page --check   # fail if the documents' tables are not those of the records
 
 The text is written by hand. This module writes the parts between `<!-- NAME -->` and `<!-- end -->`: a table, and the
-runs that it comes from. If a run has not been recorded, the page says so. A part `<!-- recorded once NAME -->` stays as
-it is: the program that made it is in the history, at the commit of its record. Pictures need matplotlib.
+runs that it comes from. If a run has not been recorded, the page says which. A part `<!-- recorded once NAME -->` stays
+as it is: the program that made it is in the history, at the commit of its record. Pictures need matplotlib.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Annotated
 
 from benchmarks import gpu_tables, result_tables
 from benchmarks.command import call
-from benchmarks.overview_tables import OVERVIEWS, instructions
-from benchmarks.record import ROOT, Run, of_any_cpu, recorded
+from benchmarks.overview_tables import OVERVIEWS, SUMMARIES
+from benchmarks.record import ROOT, Run, instructions, of_any_cpu, recorded
 from benchmarks.result_pictures import draw
 from benchmarks.result_tables import kv_sizes
 
@@ -59,21 +59,28 @@ CAPTIONS = {
 """Captions of the parts that have a picture; a part is named like its record."""
 
 
+def told(name: str) -> str:
+    """A record by its name, and by the model, the type and the workload that the name has."""
+    of = re.search(r"(15m|0\.5b)-.*", of_any_cpu(name))
+    return f"`{name}` ({of[0].replace('-', ', ')})" if of else f"`{name}`"
+
+
 def part(name: str) -> str:
     """The text between the marks of that name."""
     if name == "kv sizes":
         return f"\n{kv_sizes()}\n`baton kv-size`\n\n"
+    if name in SUMMARIES:
+        records, render = SUMMARIES[name]
+        return f"\n{render(*map(recorded, records))}\n"
     if name in OVERVIEWS:
         records, render = OVERVIEWS[name]
     else:
         record, render = PARTS.get(name) or (name, TABLES[of_any_cpu(name)])
         records = (record,)
-    found = [recorded(record) for record in records]
-    runs = [run for run in found if run is not None]
-    if name == "at a glance" and runs:  # each row of this table names its own record
-        return f"\n{render(*found)}\n"
-    if len(runs) < len(records):
-        return "\nNot measured yet.\n\n"
+    found = {record: recorded(record) for record in records}
+    if missing := [told(record) for record, run in found.items() if run is None]:
+        return f"\nNot measured yet: {', '.join(missing)}.\n\n"
+    runs = [run for run in found.values() if run is not None]
     picture = f"\n![{CAPTIONS[name]}](results/{records[0]}.svg)\n" if name in CAPTIONS else ""
     return f"\n{render(*runs)}{source(runs)}{picture}\n"
 

@@ -134,14 +134,14 @@ def serve_without_model() -> None:
         timed = cast("Backend", TimedBackend(backend, times))
         return choose(logits_NV, samples, eos_token_ids, timed, *known, **named)
 
-    def metrics(self: DecodeCore) -> Iterable[Metric]:
-        yield from own_metrics(self)
+    def metrics(core: DecodeCore) -> Iterable[Metric]:
+        yield from own_metrics(core)
         yield counter("baton_sampler_seconds", "Time inside an operation.", times.seconds, "part")
         yield counter("baton_sampler_calls", "Calls of an operation.", times.calls, "part")
 
     Decoder.hidden = hidden  # type: ignore[method-assign]
     Decoder.logits = logits  # type: ignore[method-assign]
-    DecodeCore.metrics = metrics  # type: ignore[method-assign]
+    DecodeCore.metrics = metrics
     runner.choose = timed_choose  # type: ignore[attr-defined]
     serve()
 

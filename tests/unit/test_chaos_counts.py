@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chaos.theatre import Theatre, begun_anew_if_collapsed, says_that_ucx_aborts
+from chaos.theatre import FAULTS, RANK_FAULTS, Theatre, begun_anew_if_collapsed, says_that_ucx_aborts
 
 from benchmarks.chaos import aborts, counted
 
@@ -29,6 +29,28 @@ def test_cells_are_counted_by_transport_and_fault() -> None:
         },
         "failed": {"zmq": {"cut": 1}},
     }
+
+
+def test_workers_of_two_ranks_are_a_transport_of_their_own() -> None:
+    cases = [
+        ("test_the_stream_goes_on[nixl-ranks-kill-queued-prefill]", True),
+        ("test_the_stream_goes_on_without_a_rank[prefill-queued-kill-rank-nixl-ranks]", True),
+        ("test_the_stream_goes_on_without_a_rank[decode-mid-chunk-freeze-rank-nixl-ranks]", True),
+        ("test_a_gateway_is_gone_and_another_one_does_not_notice[nixl-ranks-freeze-queued]", True),
+        ("test_the_end_of_its_time_names_the_state[nixl-ranks-offered]", False),
+    ]
+    assert counted(cases) == {
+        "passed": {"nixl-ranks": {"kill": 1, "kill-rank": 1, "freeze-rank": 1, "freeze": 1}},
+        "failed": {"nixl-ranks": {"the end of its time names the state": 1}},
+    }
+    assert aborts([(name, "prefill at 10.0.0.1:1 was aborted by UCX\n") for name, _ in cases]) == {"nixl-ranks": 5}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *RANK_FAULTS])
+@pytest.mark.parametrize("state", ["mid-chunk", "cut"])
+def test_every_fault_of_the_matrix_is_known(fault: str, state: str) -> None:
+    name = f"test_the_stream_goes_on[zmq-{fault}-{state}-source]"
+    assert counted([(name, True)])["passed"] == {"zmq": {fault: 1}}
 
 
 def test_aborts_are_counted_by_transport() -> None:

@@ -116,8 +116,8 @@ def test_the_table_tells_targets_rates_and_failures() -> None:
         "\n"
     )
     assert lines[2:4] == [
-        "| baton pair / vllm pair | 2 | 2.00 / 1.00 | **2.00** (2.00 to 2.00 in 2 rounds) | 100 / 50 | 20 / 20 |",
-        "| baton pair / vllm pair | 4 | 4.00 / 0.00 | - | 100 / 0 | 40 / 40 |",
+        "| baton pair / vllm pair | 2 | 2 | 2.00 / 1.00 | **2.00** (2.00 to 2.00) | 100 / 50 | 20 / 20 |",
+        "| baton pair / vllm pair | 4 | 2 | 4.00 / 0.00 | - | 100 / 0 | 40 / 40 |",
     ]
     assert "the first token within 1 s, the others 50 ms apart in the mean" in lines[5]
     assert lines[5].endswith("met both: baton pair 4, vllm pair -.")

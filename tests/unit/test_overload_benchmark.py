@@ -69,7 +69,7 @@ def test_good_is_who_was_accepted_and_on_time() -> None:
     )
     assert (found["rate"], found["requests"]) == (7.0, 5)
     assert (found["accepted"], found["refused"], found["neither"]) == (4, 1, 0)
-    assert found["goodput"] == 2 / 2.0, "a late first token, a slow stream and a refusal are misses"
+    assert found["goodput"] == 7.0 * 2 / 5, "a late first token, a slow stream and a refusal are misses"
     assert found["accepted_that_met_the_target"] == 2 / 4
     assert found["ttft_s"]["max"] == pytest.approx(0.6)
     assert found["ttft_s"]["n"] == 4
@@ -79,7 +79,7 @@ def test_refusals_take_goodput_and_nothing_from_those_who_were_accepted() -> Non
     served = [request(float(n)) for n in (0, 2, 4)]
     refused = [request(n + 0.5, took_s=0.002 * (n + 1)) for n in range(3)]
     found = figures(served + refused, rate=1.5)
-    assert found["goodput"] == 3 / 4.0
+    assert found["goodput"] == 1.5 * 3 / 6
     assert found["accepted_that_met_the_target"] == 1.0
     assert found["refusal_s"]["n"] == 3
     assert (found["refusal_s"]["p50"], found["refusal_s"]["max"]) == pytest.approx((0.004, 0.006))
@@ -99,7 +99,7 @@ def test_whatever_else_became_of_a_request_is_neither(outcome: Outcome, status: 
     found = figures([request(0.0), failed(1.0, outcome, status), request(2.0)], rate=1.0)
     assert (found["accepted"], found["refused"], found["neither"]) == (2, 0, 1)
     assert found["refusal_s"] is None, "a failure is no refusal, however soon it came"
-    assert found["goodput"] == 2 / 2.0
+    assert found["goodput"] == pytest.approx(2 / 3)
 
 
 def test_without_requests_of_a_kind_there_are_no_times_of_it() -> None:
@@ -110,9 +110,15 @@ def test_without_requests_of_a_kind_there_are_no_times_of_it() -> None:
     assert (nobody["goodput"], nobody["accepted_that_met_the_target"]) == (0.0, 0.0), "nobody was on time"
 
 
+@pytest.mark.parametrize("span_s", [1.5, 2.0, 2.5])
+def test_if_all_are_good_goodput_is_the_rate_whatever_span_was_drawn(span_s: float) -> None:
+    records = [request(span_s * n / 3) for n in range(4)]
+    assert figures(records, rate=2.0)["goodput"] == 2.0
+
+
 def test_neither_figures_nor_capacity_know_when_the_clock_began() -> None:
     records = [request(0.0), request(0.5, took_s=0.25), request(2.0)]
-    assert figures(moved(records, 4.0), rate=1.0)["goodput"] == figures(records, rate=1.0)["goodput"] == 1.0
+    assert figures(moved(records, 4.0), rate=1.0)["goodput"] == figures(records, rate=1.0)["goodput"]
     assert per_second(moved(records, 4.0)) == pytest.approx(per_second(records))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -65,6 +66,17 @@ def test_who_took_part_is_told_with_version_and_settings(name: str, peer: str) -
 
 def test_there_are_records() -> None:
     assert NAMES
+
+
+def test_every_measurement_is_in_the_lists_of_contributing() -> None:
+    """Among the commands, and in the table of what each measures."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    programs = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    measurements = [name for name, code in programs.items() if re.search(r"\brun\(measure\w*, __doc__\)", code)]
+    assert {"versus", "routing_cost"} <= set(measurements)
+    commands = [name for name in measurements if not re.search(rf"-m benchmarks\.{name}\b", text)]
+    rows = [name for name in measurements if f"\n| `{name}` |" not in text]
+    assert (commands, rows) == ([], [])
 
 
 # --- how they are made -----------------------------------------------------------------------------------------------

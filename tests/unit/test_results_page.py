@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import record, result_tables
-from benchmarks.overview_tables import OVERVIEWS, at_a_glance, beside_vllm, handoff, scheduler_aim, soaks
-from benchmarks.record import RESULTS, Run, of_any_cpu
+from benchmarks.aim_table import AIMED, AIMS, aims
+from benchmarks.overview_tables import OVERVIEWS, SUMMARIES, at_a_glance, beside_vllm, handoff, scheduler_aim, soaks
+from benchmarks.record import RECORDED_ONCE, RESULTS, ROOT, Run, of_any_cpu
 from benchmarks.result_tables import grammars, matrix
 from benchmarks.results_page import MARKED, ONCE, PAGE, PAGES, PARTS, TABLES, part, rendered, source
 
@@ -28,8 +30,8 @@ def test_every_mark_is_known_and_every_picture_there(page: Path) -> None:
     names = [found["name"] for found in MARKED.finditer(text)]
     assert names
     assert len(names) == text.count("<!-- end -->")
-    once = {ONCE + path.stem for path in RESULTS.glob("*.json")}
-    assert {*map(of_any_cpu, names)} <= {*TABLES, *PARTS, *OVERVIEWS, "kv sizes", *map(of_any_cpu, once)}
+    once = {ONCE + name for name in RECORDED_ONCE}
+    assert {*map(of_any_cpu, names)} <= {*TABLES, *PARTS, *OVERVIEWS, *SUMMARIES, "kv sizes", *once}
     missing = [name for name in re.findall(r"\]\((results/.+?)\)", text) if not (PAGE.parent / name).exists()]
     assert missing == []
 
@@ -40,7 +42,8 @@ def test_every_record_is_shown_somewhere() -> None:
     shown = {record for name in marks & set(PARTS) for record in PARTS[name][:1]} | {
         name for name in marks if of_any_cpu(name) in TABLES
     }
-    shown |= {record for name in marks & set(OVERVIEWS) for record in OVERVIEWS[name][0]}
+    overviews = OVERVIEWS | SUMMARIES
+    shown |= {record for name in marks & set(overviews) for record in overviews[name][0]}
     shown |= {name.removeprefix(ONCE) for name in marks if name.startswith(ONCE)}
     assert {path.stem for path in RESULTS.glob("*.json")} <= shown
 
@@ -54,10 +57,37 @@ def test_what_was_recorded_once_says_so_and_names_its_run(page: Path) -> None:
             assert source([run]).strip() + "\\\nrecorded once: the program is in the history" in found["body"]
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))
+def test_the_program_of_a_record_is_there_unless_it_was_recorded_once(name: str) -> None:
+    run = record.recorded(name)
+    assert run is not None
+    program = re.search(r"python -m (benchmarks[\w.]*|pytest .*?(tests/[\w./]+))", run["command"])
+    assert program is not None, run["command"]
+    path = ROOT / (program[2] or program[1].replace(".", "/"))
+    there = path.exists() if path.suffix else path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+    assert there == (name not in RECORDED_ONCE)
+
+
 def test_a_run_that_is_not_recorded_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     page = "before\n<!-- steady -->\nold\n<!-- end -->\nafter\n"
-    assert rendered(page) == "before\n<!-- steady -->\n\nNot measured yet.\n\n<!-- end -->\nafter\n"
+    assert rendered(page) == "before\n<!-- steady -->\n\nNot measured yet: `steady`.\n\n<!-- end -->\nafter\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("versus-0.5b-float32-fixed", "`versus-0.5b-float32-fixed` (0.5b, float32, fixed)"),
+        ("vllm-settings-0.5b-float32-amx", "`vllm-settings-0.5b-float32-amx` (0.5b, float32)"),
+        ("gpu-engine", "`gpu-engine`"),
+        ("handoff", "`handoff-demo`, `handoff-15m`"),
+    ],
+)
+def test_what_is_missing_is_told_with_model_type_and_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, missing: str
+) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    assert part(name) == f"\nNot measured yet: {missing}.\n\n"
 
 
 def test_a_table_has_its_run_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +160,15 @@ def test_of_the_autoscaler_s_runs_the_worst_counts() -> None:
 
 def test_requests_that_failed_beside_vllm_are_told() -> None:
     def both(**changes: float) -> dict[str, float]:
-        return {"ours": 0.25, "theirs": 0.5, "ratio": 0.5, "ratio_min": 0.375, "ratio_max": 0.625} | changes
+        return {"ours": 0.25, "theirs": 0.5, "ratio": 0.48, "ratio_min": 0.375, "ratio_max": 0.625} | changes
 
     ratio = {"ours": "baton pair", "theirs": "vllm pair", "concurrency": 8, "ttft_p50_s": both(), "itl_p99_s": both()}
     ratio["output_tokens_per_s"] = both(ours=400.0, theirs=80.0, ratio=5.0, ratio_min=4.0, ratio_max=6.0)
     failures = (("baton pair", 0), ("vllm pair", 2), ("baton pair", 0), ("vllm pair", 1))
     runs = [{"system": system, "failed": number, "concurrency": 8} for system, number in failures]
     lines = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs}}).splitlines()[2:]
-    row = "| baton pair / vllm pair | 8 | 400.0 / 80.0 | **5.00** (4.00 to 6.00 in 2 rounds) | 250 / 500 | 250 / 500 |"
+    row = "| baton pair / vllm pair | 8 | 2 | 400.0 / 80.0 | **5.00** (4.00 to 6.00) "
+    row += "| 250 / 500 | **0.48** (0.38 to 0.62) | 250 / 500 | **0.48** (0.38 to 0.62) |"
     assert lines == [row, "", "Failed requests: 3 of vllm pair."]
     whole: Run = {"figures": {"ratios": [ratio], "runs": runs[::2]}}
     assert result_tables.versus(whole).splitlines()[2:] == [row]
@@ -145,42 +176,101 @@ def test_requests_that_failed_beside_vllm_are_told() -> None:
         text = result_tables.versus(whole | {"peers": {"vllm": {"settings": settings}}})
         assert ("bound to cores" in text) == told
     (once,) = result_tables.versus({"figures": {"ratios": [ratio], "runs": runs[:1]}}).splitlines()[2:]
-    assert once == row.replace("(4.00 to 6.00 in 2 rounds)", "(one round)")
+    assert once == re.sub(r" \(\d.*?\)", "", row).replace("| 8 | 2 |", "| 8 | 1 |")
 
 
 # --- README ----------------------------------------------------------------------------------------------------------
 
 
-def test_beside_vllm_the_least_is_told_with_the_most() -> None:
-    def run(model: str, dtype: str, **ratios: tuple[float, ...]) -> Run:
-        each = [
-            {
-                "ours": ours.replace("_", " "),
-                "output_tokens_per_s": {"ratio": ratio, "ratio_min": ratio - 0.02, "ratio_max": ratio + 0.1},
-            }
-            for ours, found in ratios.items()
-            for ratio in found
-        ]
-        workload = {"model": model, "dtype": dtype, "concurrency": [1, 8]}
-        rates = {"baton pair": (30.0, 20.0, 60.0, 90.0), "vllm single": (40.0, 40.0, 40.0, 40.0)}
-        points = [(1, 0), (1, 1), (8, 0), (8, 1)]
-        runs = [
-            {"system": system, "concurrency": at, "round": number, "output_tokens_per_s": rate, "ttft_p50_s": 1 / rate}
-            for system, of in rates.items()
-            for (at, number), rate in zip(points, of, strict=True)
-        ]
-        return {"workload": workload, "machine": {"cpu_flags": ["avx2"]}, "figures": {"ratios": each, "runs": runs}}
+def beside(recorded_at: str, systems: Mapping[str, tuple[tuple[float, ...], ...]], **run: Any) -> Run:
+    """A run with one request at a time and with eight; of each system the tokens per second of its rounds."""
+    runs = [
+        {
+            "system": system,
+            "concurrency": concurrency,
+            "round": number,
+            "output_tokens_per_s": rate,
+            "ttft_p50_s": 1 / rate,
+            "itl_p99_s": 2.0 if system.startswith("baton") else 4.0,
+        }
+        for system, points in systems.items()
+        for concurrency, rates in zip((1, 8), points, strict=True)
+        for number, rate in enumerate(rates)
+    ]
+    workload = {"model": "15m", "dtype": "float32", "concurrency": [1, 8]}
+    machine = {"cpu_flags": ["avx2"]}
+    return {"workload": workload, "machine": machine, "recorded_at": recorded_at, "figures": {"runs": runs}} | run
 
-    one = run("15m", "float32", baton_pair=(1.5, 1.04), baton_colocated=(0.98, 1.7))
-    other = run("0.5b", "bfloat16", baton_pair=(3.4, 5.3), baton_colocated=(3.6, 2.4))
-    one_row, other_row = beside_vllm(one, other).splitlines()[2:]
-    assert one_row.startswith(
-        "| 15m, float32, 1 8 at a time, AVX2 | 0.62 to 1.88 times (0.50 to 2.25); "
-        "time to first token 0.56 to 1.67 times (0.44 to 2.00) | "
-    )
-    assert one_row.endswith(" | 1.04 to 1.50 times (1.02 to 1.60) | 0.98 to 1.70 times (0.96 to 1.80) |")
-    assert other_row.startswith("| 0.5b, bfloat16, 1 8 at a time, AVX2 | ")
-    assert other_row.endswith(" | 3.40 to 5.30 times (3.38 to 5.40) | 2.40 to 3.60 times (2.38 to 3.70) |")
+
+def test_beside_vllm_each_pairing_is_told_by_rate_first_tokens_and_gaps() -> None:
+    systems = {
+        "baton pair": ((30.0, 20.0), (60.0, 90.0)),
+        "vllm pair": ((20.0, 20.0), (80.0, 30.0)),
+        "vllm single": ((40.0, 40.0), (40.0, 40.0)),
+        "baton colocated": ((60.0, 50.0), (80.0, 40.0)),
+    }
+    lines = beside_vllm(beside("2026-11-29T08:10:09Z", systems)).splitlines()
+    assert lines == [
+        "| model, weights, requests, CPU | systems | rounds | tokens/s | first token | gaps, P99 |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| 15m, float32, 1 8 at a time, AVX2 | a pair / one vLLM | 2 "
+        "| 0.62 to 1.88 (0.50 to 2.25) | 0.56 to 1.67 (0.44 to 2.00) | 0.50 to 0.50 (0.50 to 0.50) |",
+        "|  | a pair / a pair | 2 "
+        "| 1.25 to 1.88 (0.75 to 3.00) | 0.83 to 0.83 (0.33 to 1.33) | 0.50 to 0.50 (0.50 to 0.50) |",
+        "|  | one worker / one vLLM | 2 "
+        "| 1.38 to 1.50 (1.00 to 2.00) | 0.73 to 0.75 (0.50 to 1.00) | 0.50 to 0.50 (0.50 to 0.50) |",
+    ]
+
+
+def test_beside_vllm_the_newest_run_comes_first_and_those_with_bound_threads_last() -> None:
+    systems = {"baton pair": ((30.0,), (60.0, 90.0)), "vllm pair": ((20.0,), (80.0, 30.0))}
+    times = ("2026-11-28T01:00:00Z", "2026-11-29T01:00:00Z", "2026-11-30T01:00:00Z")
+    amx = {"cpu_flags": ["amx_bf16"]}
+    runs = [
+        beside(times[0], systems),
+        beside(times[2], systems, machine=amx, peers={"vllm": {"settings": {}}}),
+        beside(times[1], systems, machine=amx, peers={"vllm": {"settings": {"threads": "chosen"}}}),
+        None,
+    ]
+    rows = [line.split(" | ")[:3] for line in beside_vllm(*runs).splitlines()[2:]]
+    assert rows == [
+        ["| 15m, float32, 1 8 at a time, AMX", "a pair / a pair", "1"],
+        ["| 15m, float32, 1 8 at a time, AVX2", "a pair / a pair", "1"],
+        ["| 15m, float32, 1 8 at a time, AMX *", "a pair / a pair", "1"],
+    ], "pairings that were not run have no row"
+
+
+def test_an_aim_is_met_or_missed_on_each_kind_of_cpu() -> None:
+    def run(flag: str, rates: tuple[float, ...], **more: Any) -> Run:
+        ratios = [
+            {
+                "ours": ours,
+                "output_tokens_per_s": {"ratio": rate},
+                "ttft_p50_s": {"ratio": 1.0},
+                "itl_p99_s": {"ratio": 1 / rate},
+            }
+            for ours, rate in zip(("baton pair", "baton colocated"), rates, strict=True)
+        ]
+        return {"machine": {"cpu_flags": [flag]}, "figures": {"ratios": ratios}} | more
+
+    runs: dict[str, Run] = {
+        "versus-15m-bfloat16-fixed": run("avx512_bf16", (1.31, 1.1), peers={"vllm": {"settings": {}}}),
+        "versus-0.5b-float32-fixed-avx2": run("avx2", (1.2, 1.09)),
+        "versus-15m-float32-fixed-avx2": run("avx2", (1.29, 0.9)),
+        "llama-0.5b-avx2": {
+            "machine": {"cpu_flags": ["avx2"]},
+            "figures": {"cases": [{"seconds": {"ratio": 1.06}}, {"seconds": {"ratio": 0.8}}]},
+        },
+    }
+    lines = aims(*(runs.get(name) for name in AIMED)).splitlines()
+    assert lines[0] == "| aim | AVX-512 with bf16 | AVX2 |"
+    assert [line.split(" | ", 1)[1] for line in lines[2:6]] == [
+        "met * | missed at 4 of 4, worst: 0.90 |",
+        "met * | met |",
+        "met * | missed at 1 of 4, worst: 1.11 |",
+        " | missed at 1 of 2, worst: 1.06 |",
+    ]
+    assert len(lines) == 2 + len(AIMS)
 
 
 def test_the_handoff_of_two_models_is_side_by_side() -> None:
@@ -243,6 +333,7 @@ def test_the_rest_at_a_glance() -> None:
         "1.14 ms; 0.3 ms",
     ]
     assert lines[-1].endswith("| [record](benchmarks/results/scheduler-cost.json) |")
+    assert lines[-2].endswith("| [record](benchmarks/results/reserve.json), made once |")
     for p50_us, aim in ((1000.0, "(the aim: 1 ms)"), (1000.1, "(the aim: 1 ms, missed)")):
         assert aim in scheduler_aim({"running": {"1024": {"p50_us": p50_us}}})
     assert at_a_glance(None, runs[1], *[None] * 6).splitlines()[2:] == [lines[2]], "what is not recorded has no line"
