@@ -115,12 +115,12 @@ class Admission:
         self._num_admitted[key[0].work.tier.rank] += 1
 
     def leave(self, key: Key) -> None:
-        """A sequence without a first token has released its blocks. One with a first token is to be `left`."""
+        """A sequence that has not begun holds no blocks any more, or gets none; for one that has, see `leave_begun`."""
         self._forecast.remove(key)
         self._num_admitted[key[0].work.tier.rank] -= 1
 
-    def left(self, choice: DecodeChoice) -> None:
-        """A sequence that has a first token has released its blocks."""
+    def leave_begun(self, choice: DecodeChoice) -> None:
+        """A sequence that has begun holds no blocks any more."""
         self._expected_ends.discard(choice)
         self.leave(choice.key)
 

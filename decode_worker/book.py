@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from common.contract.errors import Cause
 from common.contract.ids import RequestId
 from common.engine.grammar import GrammarState
@@ -19,31 +21,22 @@ MAX_UNACKNOWLEDGED = 4096
 """Most finished requests whose tokens are kept until the gateway acknowledges them."""
 
 
+@dataclass(eq=False)
 class Book:
     """Every request of one worker, from its arrival until the gateway has acknowledged its end. Pure state."""
 
-    def __init__(
-        self,
-        agenda: Agenda,
-        scheduler: DecodeScheduler,
-        pulls: Pulls,
-        arrivals: Arrivals,
-        departures: Departures,
-        masks: MaskAsks[DecodeRequest | DecodeChoice],
-        front: Front[DecodeRequest],
-        answers: Answers,
-        totals: DecodeTotals,
-    ) -> None:
-        self._agenda = agenda
-        self._scheduler = scheduler
-        self._pulls = pulls
-        self._arrivals = arrivals
-        self._departures = departures
-        self._masks = masks
-        self._front = front
-        self._answers = answers
-        self._totals = totals
-        self.requests, self.finished = front.requests, front.finished
+    _agenda: Agenda
+    _scheduler: DecodeScheduler
+    _pulls: Pulls
+    _arrivals: Arrivals
+    _departures: Departures
+    _masks: MaskAsks[DecodeRequest | DecodeChoice]
+    _front: Front[DecodeRequest]
+    _answers: Answers
+    _totals: DecodeTotals
+
+    def __post_init__(self) -> None:
+        self.requests, self.finished = self._front.requests, self._front.finished
 
     def find(self, request: RequestId) -> DecodeRequest | None:
         """The request with this id, also if it has ended and is not acknowledged; None if it is not here."""

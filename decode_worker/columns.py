@@ -172,7 +172,7 @@ class DecodeColumns:
         self._tables_S: list[Sequence[int]] = [()] * _FIRST_ROWS
         """The table that each row of `_tables_SM` is a copy of. A sequence that loses its blocks gets another table."""
         self._written: list[Sequence[int]] = []
-        """Those of the members."""
+        """The block tables of `_members`, as last copied."""
         self._members = self._seat([])
 
     def decoding(

@@ -20,10 +20,8 @@ Pure state: `handle` takes an event and returns actions (`common.worker`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from prometheus_client.metrics_core import Metric
 
 from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.errors import Cause
@@ -31,7 +29,7 @@ from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Resend
 from common.contract.messages.handoff import Attach, AttachSequence
-from common.contract.messages.session import Heartbeat, Role
+from common.contract.messages.session import Role
 from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
@@ -58,7 +56,7 @@ from decode_worker import view
 from decode_worker.answers import Answers
 from decode_worker.book import Book
 from decode_worker.draft_model import DraftModel
-from decode_worker.entrance import NOT_BEGUN
+from decode_worker.entrance import AT_ENTRANCE
 from decode_worker.migration import Arrivals, Departures, known, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import (
@@ -70,7 +68,8 @@ from decode_worker.request import (
 )
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculation import Speculation
-from decode_worker.steps import DecodePlan, DecodeSteps
+from decode_worker.step import Step
+from decode_worker.steps import DecodeSteps
 from kv_transfer.events import (
     Consequence,
     LeaseDropped,
@@ -201,10 +200,10 @@ class DecodeCore:
 
     def _on_step_wanted(self, before: PlannedStep | None) -> None:
         """Plan the next step, if there is anything to compute. Without one, nothing runs until another event."""
-        planned: DecodePlan | None = None if before is None else before.plan
-        if planned is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(planned.step)):
+        step: Step | None = None if before is None else before.plan
+        if step is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(step)):
             return
-        if self.steps.plan(planned) or planned is not None:
+        if self.steps.plan(step) or step is not None:
             return
         self.front.tell_turn()
         self.departures.cut()
@@ -256,21 +255,28 @@ class DecodeCore:
         known = self.book.find(work.request)
         if known is not None:
             self.book.forget(known, "a newer attempt arrived")
-        objection = self.engine.runner.objection(work.token_ids, work.sampling, work.prediction)
+        refusal = self._refusal(work)
+        if refusal is not None:
+            self.front.refuse(gateway, work.key, *refusal)
+            return
+        self._agenda.emit(_Begin(gateway, work))
+
+    def _refusal(self, work: Decode) -> tuple[Cause, str] | None:
+        """Why a request that arrives is not taken; None if it is."""
         if work.moving and len(work.token_ids) == work.prompt_len:
-            objection = "a sequence moves only when it runs"
+            return Cause.INVALID, "a sequence moves only when it runs"
+        objection = self.engine.runner.objection(work.token_ids, work.sampling, work.prediction)
         if objection is not None:
-            self.front.refuse(gateway, work.key, Cause.INVALID, objection)
-        elif not self.scheduler.fits(work):
+            return Cause.INVALID, objection
+        if not self.scheduler.fits(work):
             needed = self.scheduler.blocks_needed(work)
-            message = f"the request may need {needed} KV blocks, this worker has {self.pool.num_blocks}"
-            self.front.refuse(gateway, work.key, Cause.TOO_LARGE, message)
-        elif self.front.draining:
-            self.front.refuse(gateway, work.key, Cause.DRAINING, "this decode worker takes no new work")
-        elif not work.admitted and len(self.book.requests) >= self.settings.max_waiting + self.settings.max_num_seqs:
-            self.front.refuse(gateway, work.key, Cause.CAPACITY, f"{len(self.book.requests)} requests open already")
-        else:
-            self._agenda.emit(_Begin(gateway, work))
+            return Cause.TOO_LARGE, f"the request may need {needed} KV blocks, this worker has {self.pool.num_blocks}"
+        if self.front.draining:
+            return Cause.DRAINING, "this decode worker takes no new work"
+        num_open = len(self.book.requests)
+        if num_open >= self.settings.max_waiting + self.settings.max_num_seqs and not work.admitted:
+            return Cause.CAPACITY, f"{num_open} requests open already"
+        return None
 
     def _begin(self, gateway: Incarnation, work: Decode) -> None:
         now = self._agenda.now
@@ -335,13 +341,13 @@ class DecodeCore:
     def _on_pull_offered(self, pull: Pull, num_blocks: int) -> None:
         """The offer of a request, or of a stage of a moving sequence, is open: it waits for room."""
         if self.arrivals.find(pull):
-            self.arrivals.want_ahead(pull, num_blocks)
+            self.arrivals.offered_ahead(pull, num_blocks)
             return
         request = self._pulling(pull)
         if request is None:
             return
         if request in self.arrivals:
-            self.arrivals.want(request, num_blocks)
+            self.arrivals.offered(request, num_blocks)
             return
         expected = self._policy.blocks_for(len(request.work.token_ids))
         if num_blocks != expected:
@@ -432,24 +438,16 @@ class DecodeCore:
 
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
 
-    def heartbeat(self, number: int) -> Heartbeat:
-        """The present load."""
-        return view.heartbeat(self, number)
-
-    def counts(self) -> Mapping[str, object]:
-        """What the worker holds. At rest the counts are zero."""
-        return view.counts(self)
-
-    def metrics(self) -> Iterable[Metric]:
-        """Prometheus metrics of this moment."""
-        return view.metrics(self)
+    heartbeat = view.heartbeat
+    counts = view.counts
+    metrics = view.metrics
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         self.front.check_invariants()
         self.scheduler.check_invariants()
         assert all(request.state is RequestState.FINISHED for request in self.book.finished.values())
-        here = {request for request in self.book.requests.values() if request.state in NOT_BEGUN}
+        here = {request for request in self.book.requests.values() if request.state in AT_ENTRANCE}
         assert here == self.scheduler.entrance.requests()
         for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.choices), request.story

@@ -24,8 +24,8 @@ from decode_worker.running_batch import RunningBatch, seniority
 
 _LOOK_AHEAD = 4
 """Waiting requests that are tried if the first of them does not fit."""
-NOT_BEGUN = (RequestState.WAITING, RequestState.RESERVED, RequestState.COMPUTING)
-"""States of a request that has come in and has not begun."""
+AT_ENTRANCE = (RequestState.WAITING, RequestState.RESERVED, RequestState.COMPUTING)
+"""States of a request from `Entrance.want` until it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Entrance:
         self._look_again = True
 
     def requests(self) -> set[DecodeRequest]:
-        """The requests that have come in and have not begun: those in one of `NOT_BEGUN`."""
+        """The requests that have come in and have not begun: those in a state of `AT_ENTRANCE`."""
         return {*self.waiting, *self.reserved, *self._prompts.of_requests}
 
     def forget(self, request: DecodeRequest) -> list[int]:
@@ -175,7 +175,7 @@ class Entrance:
         return [request for request in self._newest_unread if _unread(request)]
 
     def newest_unread(self) -> DecodeRequest | None:
-        """The newest of them, of the lowest tier."""
+        """The newest request of the lowest tier among those that `unread` returns; None if there is none."""
         while (unread := self._newest_unread.first()) is not None and not _unread(unread):
             self._newest_unread.discard(unread)
         return unread

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import takewhile
 from typing import Final
 
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue
@@ -15,10 +16,10 @@ from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
 _SHARE: Final = 0.8
 """Part of the target between tokens that a step may take while prompts wait. Steps vary, so the rest is left."""
-_LATE_STEPS: Final = 8
-"""Where prompts are late, the targets between tokens leave a step at least the prompt tokens that take so many times as
-long as its decodes at the least. With fewer, prompts come so slowly that few sequences decode together, and reading the
-weights for these few is most of the work."""
+_LATE_STEPS: Final = 9
+"""Where prompts are late, a step may take so many times as long as one of a single decode, whatever the target between
+tokens. With less, prompts come so slowly that few sequences decode together, and reading the weights for these few is
+most of the work."""
 _LEAST_TOKENS: Final = 16
 """Fewest tokens of prompts in a step, if any wait: with fewer, its fixed costs outweigh them."""
 
@@ -74,22 +75,19 @@ class LocalPrompts:
         By the measured costs, a step with decodes takes at most `_SHARE` of the shortest target between tokens of the
         tiers that decode, of which at least a quarter is the prompts', however long the decodes take. Where a prompt
         would else be late it has all that this share allows. Where the most urgent one would be late with that, it has
-        what lets this one be in time, at most the whole target, or the tokens that take `_LATE_STEPS` times as long as
-        a step of one decode: these not in a worker for latency, and not where a sequence of a higher tier decodes.
+        what lets this one be in time, at most the whole target; or `_LATE_STEPS` times what a step of one decode takes,
+        but not in a worker for latency, and not for prompts of a lower tier than a sequence that decodes.
         """
         chunks, costs, token_s = self._chunks, self._costs, self._costs.prefill_s_per_token
         if not most or not len(chunks):
             return most
         if decodes and self._policy.prefill_tokens is not None:
             return min(most, self._policy.prefill_tokens)
-        urgent_rank, urgent_due_at, _ = next(iter(chunks)).urgency
+        late_s = 0.0 if self._policy.step_target_s is not None else _LATE_STEPS * costs.least_step_s
         if decodes:
             tiers = {choice.request.work.tier for choice in decodes}
             target_s = min(map(self._policy.itl_target_s, tiers))
             share, whole = self._tokens_of(_SHARE * target_s, most), self._tokens_of(target_s, most)
-            if self._policy.step_target_s is None and urgent_rank <= min(tier.rank for tier in tiers):
-                late_s = _LATE_STEPS * costs.least_step_s
-                whole = max(whole, most if late_s >= most * token_s else int(late_s / token_s))
             beside_s, enough = costs.decode_s, costs.decode_s / token_s if token_s else most
         else:
             share = whole = most
@@ -102,9 +100,18 @@ class LocalPrompts:
 
         if in_time(first, chunks.due_at):
             return first
-        spare_s = urgent_due_at - now - chunks.num_uncomputed * token_s
-        needed = math.ceil(min(whole, chunks.num_uncomputed * beside_s / spare_s)) if spare_s > 0 else whole
-        return max(share, needed)
+        due_at = next(iter(chunks)).urgency[1]
+
+        def needed(num_uncomputed: int, at_most: int) -> int:
+            spare_s = due_at - now - num_uncomputed * token_s
+            return math.ceil(min(at_most, num_uncomputed * beside_s / spare_s)) if spare_s > 0 else at_most
+
+        num_tokens = max(share, needed(chunks.num_uncomputed, whole))
+        if not decodes or late_s <= target_s:
+            return num_tokens
+        highest = min(tier.rank for tier in tiers)
+        own = sum(each.num_uncomputed for each in takewhile(lambda each: each.urgency[0] <= highest, chunks))
+        return max(num_tokens, min(own, needed(own, self._tokens_of(late_s, most))))
 
     def _tokens_of(self, step_s: float, most: int) -> int:
         """Prompt tokens, at most `most`, of a step with decodes that should take `step_s`."""

@@ -15,9 +15,10 @@ grow with the sequence (Sun et al., "Llumnix: Dynamic Scheduling for Large Langu
 4.2). The first stage names blocks by their contents, as any pull of a cached prefix does. A source without a prefix
 cache has none by that name: the second stage then reads everything, and the pause does grow with the sequence.
 
-The first stage may fail otherwise: the source has lent too many prefixes already, or a read fails. If the second stage
-would then read more than `MAX_TAIL_BLOCKS` blocks that the sink lacks, the move fails before the source is asked to cut
-the sequence, and the gateway begins another one.
+The first stage may fail otherwise, or bring only a beginning: the source has lent too many prefixes already, a read
+fails, or the source has named only some of the blocks. If the second stage would then read more than `MAX_TAIL_BLOCKS`
+blocks that the sink lacks, the move fails before the source is asked to cut the sequence, and the gateway begins
+another one later.
 
 The first stage may take so long that the sequence has run far ahead of it: many sequences move at once, or the sink's
 machine is busy. Then the source does not cut the sequence (`MAX_TAIL_BLOCKS`, `MAX_PUT_OFF`). The move fails, and the
@@ -37,7 +38,7 @@ The source never continues a sequence that it has cut. If the sink fails, the ga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from common.contract.errors import Cause
@@ -62,36 +63,28 @@ Send = Callable[[Incarnation, Message], None]
 
 MAX_TAIL_BLOCKS = 4
 """Largest lead of a sequence over the tokens that its sink knows, in blocks' worth of tokens, at which it is cut. Also
-the most blocks of those tokens that the second stage reads because the first one has failed."""
+the most blocks of those tokens that the second stage reads because the first one has not brought them."""
 MAX_PUT_OFF = 3
 """Times that a sequence is not cut because of its lead. After that it is cut anyway: the sink is too slow to catch
 up."""
 
 
+@dataclass(eq=False)
 class Departures:
     """Sequences that other workers want to continue. Each keeps its blocks until a sink has proved that it has them."""
 
-    def __init__(
-        self,
-        scheduler: DecodeScheduler,
-        pool: BlockPool,
-        lender: Lender,
-        send: Send,
-        checksum: Callable[[Sequence[int]], Sequence[int]] | None,
-        block_size: int,
-    ) -> None:
-        self._scheduler = scheduler
-        self._pool = pool
-        self._lender = lender
-        self._send = send
-        self._checksum = checksum
-        self._block_size = block_size
-        self._wanted: dict[DecodeChoice, AttachSequence] = {}
-        """Sequences that are cut when the step in flight has ended."""
-        self._cut: dict[RequestKey, DecodeChoice] = {}
-        """Sequences that were cut, by the key of the sink's pull."""
-        self.num_moved = 0
-        """Sequences that other workers have continued."""
+    _scheduler: DecodeScheduler
+    _pool: BlockPool
+    _lender: Lender
+    _send: Send
+    _checksum: Callable[[Sequence[int]], Sequence[int]] | None
+    _block_size: int
+    _wanted: dict[DecodeChoice, AttachSequence] = field(init=False, default_factory=dict)
+    """Sequences that are cut when the step in flight has ended."""
+    _cut: dict[RequestKey, DecodeChoice] = field(init=False, default_factory=dict)
+    """Sequences that were cut, by the key of the sink's pull."""
+    num_moved: int = field(init=False, default=0)
+    """Sequences that other workers have continued."""
 
     @property
     def awaited(self) -> bool:
@@ -218,24 +211,27 @@ class _Arrival:
     ahead: Pull | None = None
     """The pull of the first stage while it is under way."""
 
+    @property
+    def num_lacking(self) -> int:
+        """Blocks with the KV of known tokens that this worker does not have."""
+        return len(self.block_ids) - self.num_held
 
+
+@dataclass(eq=False)
 class Arrivals:
     """Sequences that move to this worker. Blocks are reserved before the source is asked for anything, and a place in
     the batch before it is asked to cut the sequence."""
 
-    def __init__(
-        self, scheduler: DecodeScheduler, pool: BlockPool, pulls: Pulls, emit: Emit, policy: Policy, vocab_size: int
-    ) -> None:
-        self._scheduler = scheduler
-        self._pool = pool
-        self._pulls = pulls
-        self._emit = emit
-        self._policy = policy
-        self._vocab_size = vocab_size
-        self._arrivals: dict[DecodeRequest, _Arrival] = {}
-        """Moves until the second stage owns the blocks."""
-        self.num_tail_blocks = 0
-        """Blocks that were read while their sequences stood still."""
+    _scheduler: DecodeScheduler
+    _pool: BlockPool
+    _pulls: Pulls
+    _emit: Emit
+    _policy: Policy
+    _vocab_size: int
+    _arrivals: dict[DecodeRequest, _Arrival] = field(init=False, default_factory=dict)
+    """Moves until the second stage owns the blocks."""
+    num_tail_blocks: int = field(init=False, default=0)
+    """Blocks that were read while their sequences stood still."""
 
     def __contains__(self, request: DecodeRequest) -> bool:
         return request in self._arrivals
@@ -259,48 +255,53 @@ class Arrivals:
         arrival = self._of(ahead)
         return None if arrival is None else arrival.request
 
-    def want_ahead(self, ahead: Pull, num_blocks: int) -> None:
+    def offered_ahead(self, ahead: Pull, num_blocks: int) -> None:
         """The source offers blocks of the first stage."""
         arrival = self._of(ahead)
         assert arrival is not None
         if num_blocks <= arrival.num_held:
-            self._pulls.abandon(ahead, Cause.LEASE_LOST, "the source has no more than this worker")
+            self._pulls.abandon(ahead, Cause.CAPACITY, "the source lends no more than this worker has")
             return
         blocks = arrival.block_ids[:num_blocks]
         self._pool.share(blocks)
         self._pulls.reserve(ahead, blocks, arrival.num_held)
 
     def pulled_ahead(self, ahead: Pull, block_ids: Sequence[int]) -> None:
-        """The first stage has ended with valid blocks."""
+        """The first stage has ended with valid blocks. The move fails if the source has lent fewer than it was asked
+        for, and this worker still lacks more than `MAX_TAIL_BLOCKS`."""
         arrival = self._of(ahead)
         assert arrival is not None
-        arrival.num_held = len(block_ids)
+        assert ahead.block_hashes is not None
+        arrival.ahead, arrival.num_held = None, len(block_ids)
         arrival.request.ahead = ahead.times
         self._pool.name(block_ids, arrival.request.chain.hashes[: len(block_ids)])  # in case the second stage fails
         self._pool.release(block_ids)
-        self._attach(arrival)
+        if len(block_ids) < len(ahead.block_hashes) and arrival.num_lacking > MAX_TAIL_BLOCKS:
+            self._fail(arrival, Cause.LEASE_LOST, "the source lends only a beginning of the sequence now")
+        else:
+            self._attach(arrival)
 
     def gave_up_ahead(self, ahead: Pull, cause: Cause | None) -> Cause | None:
         """The first stage has failed, or was abandoned, for `cause`. Begins the second stage and returns None, or
         returns the cause with which the move is to fail.
 
         The move fails if a read may still write to the blocks. It also fails if this worker lacks more than
-        `MAX_TAIL_BLOCKS`, unless the source has cached no more than this worker (`LEASE_LOST`): a later move could not
-        read them ahead either. What has become of the source keeps its cause, so that this worker is not blamed for it.
+        `MAX_TAIL_BLOCKS`, unless the source has nothing to lend (`LEASE_LOST` without an offer): it has no prefix
+        cache, so a later move could not read them ahead either. What has become of the source keeps its cause, and a
+        source that cannot lend so much now is no failure of this worker: it is not blamed for either.
         """
         arrival = self._of(ahead)
         assert arrival is not None
         arrival.ahead = None
-        num_lacking = len(arrival.block_ids) - arrival.num_held
-        has_no_more = cause is Cause.LEASE_LOST and (ahead.num_blocks or 0) <= arrival.num_held
-        if not ahead.quarantined and (num_lacking <= MAX_TAIL_BLOCKS or has_no_more):
+        lends_nothing = cause is Cause.LEASE_LOST and ahead.num_blocks is None
+        if not ahead.quarantined and (arrival.num_lacking <= MAX_TAIL_BLOCKS or lends_nothing):
             self._attach(arrival)
             return None
         if cause in (Cause.WORKER_LOST, Cause.FINGERPRINT):
             return cause
         return Cause.LEASE_LOST if cause is Cause.CAPACITY else Cause.TRANSFER
 
-    def want(self, request: DecodeRequest, num_blocks: int) -> None:
+    def offered(self, request: DecodeRequest, num_blocks: int) -> None:
         """The sequence was cut and is offered: read the blocks that are not here."""
         arrival = self._arrivals[request]
         assert request.pull is not None
@@ -326,14 +327,17 @@ class Arrivals:
     def _attach(self, arrival: _Arrival) -> None:
         """Begin the second stage, if the sequence will have a place in the batch: others may have taken it during the
         first one."""
-        arrival.ahead = None
         pull = arrival.request.pull
         assert pull is not None
         if not self._scheduler.entrance.promise_place(arrival.request):
-            message = "the batch has become full; where the sequence is, it can go on"
-            self._emit(PullFailed(pull, Cause.CAPACITY, message))
+            self._fail(arrival, Cause.CAPACITY, "the batch has become full; where the sequence is, it can go on")
             return
         self._pulls.begin(pull, partial(self._goes_on, arrival.request))
+
+    def _fail(self, arrival: _Arrival, cause: Cause, why: str) -> None:
+        """Give the move up between its stages. Nothing was asked of the source that would have to be withdrawn."""
+        assert arrival.request.pull is not None
+        self._emit(PullFailed(arrival.request.pull, cause, why))
 
     def _goes_on(self, request: DecodeRequest, tokens: Sequence[Tokens]) -> bool:
         """Whether the sequence can go on here from the `tokens` that the source tells of."""

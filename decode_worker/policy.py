@@ -47,7 +47,7 @@ class Policy:
             prefill_tokens=settings.prefill_tokens or None,
             prefill_priority=settings.prefill_priority,
             step_target_s=settings.interactive_itl_s if settings.profile is Profile.LATENCY else None,
-            runs_ahead=settings.runs_ahead(settings.device),
+            runs_ahead=settings.runs_ahead,
             draft_tokens=settings.draft_tokens,
             memory_reserve=settings.memory_reserve,
             num_host_blocks=num_host_blocks,

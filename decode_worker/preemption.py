@@ -7,6 +7,7 @@ again, whichever costs less time. A request that has no token yet waits again.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from common.engine.block_pool import BlockPool
 from decode_worker.entrance import Entrance
@@ -22,30 +23,21 @@ Holder = DecodeChoice | LocalPrompt | DecodeRequest
 """A holder of blocks that can be taken: a sequence, a prompt computed here, a request whose pull has read nothing."""
 
 
+@dataclass(eq=False)
 class Preemption:
     """Takes blocks from their holders. Pure state."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        policy: Policy,
-        batch: RunningBatch,
-        prompts: LocalPrompts,
-        entrance: Entrance,
-        swap: SwapSpace,
-        sequences: Sequences,
-    ) -> None:
-        self._pool = pool
-        self._policy = policy
-        self._batch = batch
-        self._prompts = prompts
-        self._entrance = entrance
-        self._swap = swap
-        self._sequences = sequences
-        self.num_recomputed = 0
-        """Preemptions by recompute."""
-        self.num_revoked = 0
-        """Reservations that were taken back before the first read."""
+    _pool: BlockPool
+    _policy: Policy
+    _batch: RunningBatch
+    _prompts: LocalPrompts
+    _entrance: Entrance
+    _swap: SwapSpace
+    _sequences: Sequences
+    num_recomputed: int = field(init=False, default=0)
+    """Preemptions by recompute."""
+    num_revoked: int = field(init=False, default=0)
+    """Reservations that were taken back before the first read."""
 
     def relieve(self, step: Step, now: float) -> None:
         """Take from lower tiers the blocks that a waiting request of a higher tier lacks, or is expected to lack later:

@@ -129,13 +129,15 @@ class DecodeScheduler:
         return self.entrance.reserve(now)
 
     def lend(self, block_hashes: Sequence[BlockHash]) -> list[int]:
-        """The leading blocks of `block_hashes` that are cached, each with a reference for the borrower. Empty if that
-        took free blocks that running sequences may need; blocks that are in use anyway are always lent."""
+        """The leading blocks of `block_hashes` that are cached, or that a running sequence has filled, each with a
+        reference for the borrower. Empty if that took free blocks that running sequences may need; blocks that are in
+        use anyway are always lent."""
         blocks = self._pool.match(block_hashes)
-        num_taken = self._pool.num_unreferenced(blocks)
-        headroom = self.batch.num_due_next + self.batch.num_ready
-        if num_taken and num_taken + headroom > self._pool.num_free:
-            return []
+        if len(blocks) < len(block_hashes) or not self._can_spare(blocks):
+            self.sequences.name_again(block_hashes)
+            blocks = self._pool.match(block_hashes)
+            if not self._can_spare(blocks):
+                return []
         self._pool.share(blocks)
         return blocks
 
@@ -208,7 +210,8 @@ class DecodeScheduler:
         has_room = self._num_spare > 0
         if self.speculation is None or not has_room:
             return True
-        return not self.speculation.would_draft(step.decodes, self._admission.num_left)
+        running = [choice for choice in step.decodes if choice in self.batch]  # the others have ended meanwhile
+        return not self.speculation.would_draft(running, self._admission.num_left)
 
     def chunks_done(self, chunks: Sequence[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """Account for the chunks of a finished step; returns those of prompts that are still computed here."""
@@ -264,6 +267,10 @@ class DecodeScheduler:
     def _num_spare(self) -> int:
         """Free blocks beyond those that the next tokens of all need."""
         return self._pool.num_free - self.batch.num_due_next - self.batch.num_ready
+
+    def _can_spare(self, blocks: Sequence[int]) -> bool:
+        """Whether these cached blocks can be lent without taking free blocks that running sequences may need."""
+        return self._pool.num_unreferenced(blocks) <= max(0, self._num_spare)
 
     def _with_room(self, drafts: dict[DecodeChoice, list[int]]) -> dict[DecodeChoice, list[int]]:
         """The drafts, as far as there are blocks for them: those that the sequences have, and free ones beyond what the

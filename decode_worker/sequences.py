@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
+from common.contract.block_hashes import BlockHash
 from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.engine.sequence import TokenSequence
@@ -20,28 +22,19 @@ _OUTPUT_CHARGE = 2.0
 """Service of an output token; a computed prompt token counts 1 (VTC, section 3)."""
 
 
+@dataclass(eq=False)
 class Sequences:
     """The sequences of one worker, from their first token to their end. Pure state."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        policy: Policy,
-        admission: Admission,
-        batch: RunningBatch,
-        prompts: LocalPrompts,
-        entrance: Entrance,
-        swap: SwapSpace,
-    ) -> None:
-        self._pool = pool
-        self._policy = policy
-        self._block_size = policy.block_size
-        self._admission = admission
-        self._batch = batch
-        self._prompts = prompts
-        self._entrance = entrance
-        self._swap = swap
-        self._copies: list[tuple[int, int]] = []
+    _pool: BlockPool
+    _policy: Policy
+    _admission: Admission
+    _batch: RunningBatch
+    _prompts: LocalPrompts
+    _entrance: Entrance
+    _swap: SwapSpace
+    _copies: list[tuple[int, int]] = field(init=False, default_factory=list)
+    """(block, its copy) of forks: copied by the next step, and referenced until then."""
 
     # --- beginning -----------------------------------------------------------------------------------------------
 
@@ -53,7 +46,7 @@ class Sequences:
         work = request.work
         token_ids = [*work.token_ids, *first_tokens[0].token_ids[:-1]]
         num_tokens = len(token_ids)
-        full = num_tokens // self._block_size
+        full = num_tokens // self._policy.block_size
         request.enter(RequestEvent.BEGIN)
         request.begun_at = now
         request.chain.extend(token_ids, num_tokens)
@@ -153,6 +146,25 @@ class Sequences:
         for choice in self._batch.running():
             self.name(choice)
 
+    def name_again(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Give the leading ones of these names to blocks of running sequences that begin so, if no block in use has
+        them.
+
+        Two requests with one prompt may have got their KV at once, each in blocks of its own. Those of one request are
+        named. When it has ended, its blocks lose the names by eviction, or are copies that nobody uses; these give up
+        their names here, and become plain free blocks.
+        """
+        for choice in self._batch.running():
+            if self._swap.holds(choice):
+                continue  # its blocks may not have been swapped in yet
+            num_full = choice.sequence.num_computed // self._policy.block_size
+            names = block_hashes[: _num_equal(block_hashes, choice.chain.hashes[:num_full])]
+            copies = [block for block in self._pool.match(names) if self._pool.ref_count(block) == 0]
+            self._pool.share(copies)  # what has a reference can be forgotten; without one it is not spoiled any more
+            self._pool.forget(copies)
+            self._pool.release(copies)
+            self._pool.name(choice.sequence.block_table[: len(names)], names)
+
     # --- the end -------------------------------------------------------------------------------------------------
 
     def remove(self, choice: DecodeChoice, *, wanted: bool = False) -> None:
@@ -202,7 +214,7 @@ class Sequences:
         self._pool.release(sequence.block_table)
         sequence.block_table = array("q")
         choice.num_named = 0
-        self._admission.left(choice)
+        self._admission.leave_begun(choice)
 
     def name(self, choice: DecodeChoice) -> None:
         """Enter the sequence's blocks that have become full into the prefix cache."""
@@ -210,7 +222,7 @@ class Sequences:
             return  # its blocks may not have been swapped in yet
         sequence, chain = choice.sequence, choice.chain
         chain.extend(sequence.token_ids, sequence.num_computed)
-        full = slice(choice.num_named, sequence.num_computed // self._block_size)
+        full = slice(choice.num_named, sequence.num_computed // self._policy.block_size)
         self._pool.name(sequence.block_table[full], chain.hashes[full])
         choice.num_named = max(full.start, full.stop)
 
@@ -232,3 +244,9 @@ class Sequences:
             assert choice.stage is ChoiceStage.PREEMPTED, choice.sequence
             assert not choice.sequence.block_table, choice.sequence
         self._swap.check_invariants((*holders, *self._entrance.preempted))
+
+
+def _num_equal(names: Sequence[BlockHash], others: Sequence[BlockHash]) -> int:
+    """Leading names that both have."""
+    pairs = enumerate(zip(names, others, strict=False))
+    return next((index for index, (name, other) in pairs if name != other), min(len(names), len(others)))

@@ -94,11 +94,12 @@ class Speculation:
         self._looks_up = looks_up
         self._of_texts, self._of_predictions = CommonAcceptance(0.5), CommonAcceptance(0.8)
         self._read_last: list[DecodeChoice] = []
-        """The sequences of the last step."""
+        """The sequences of the last step in which all texts were read."""
         self._num_unread = 0
-        """Steps of the same sequences."""
+        """Steps of the same sequences since the first one of them."""
         self._busy: list[DecodeChoice] = []
-        """Those that are read in the next step."""
+        """Sequences whose texts are read in the next step even if not all are: they repeat themselves, or were not read
+        yet."""
         self._num_drafting = 0
         """Steps with drafts since the last one without."""
         self._num_plain = _OBSERVED - 1
@@ -349,7 +350,7 @@ def most_drafted(max_num_seqs: int) -> int:
 
 
 def _drafted_rows(step: Step) -> tuple[int, int]:
-    """The same of the drafted tokens of a step."""
+    """(rows, tokens that they attend to in all) of the drafted tokens of a step."""
     return (
         sum(map(len, step.drafts.values())),
         sum(choice.sequence.num_tokens * len(draft) for choice, draft in step.drafts.items()),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from common.engine.batch import Slice
 from common.engine.prompt import prompt_slice
 from common.scheduling.chunked_prefill import Chunk
-from decode_worker.columns import next_sample
+from decode_worker.columns import Decoding, next_sample
 from decode_worker.draft_model import DraftWork
 from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
@@ -16,6 +16,8 @@ from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 class Step:
     """The engine's next work: copies, then swaps, then the tokens of `decodes` and `chunks`."""
 
+    number: int = 0
+    """The block pool's number of the step."""
     decodes: list[DecodeChoice] = field(default_factory=list)
     drafts: dict[DecodeChoice, list[int]] = field(default_factory=dict)
     """Tokens that are verified after those of some of `decodes`, in their order."""
@@ -30,6 +32,8 @@ class Step:
     """(slot of host memory, block)."""
     revoked: list[DecodeRequest] = field(default_factory=list)
     """Requests that wait again: the blocks reserved for their pulls, of which none was read yet, are taken back."""
+    decoding: Decoding | None = None
+    """`decodes` and `drafts` as columns; None if nothing is decoded."""
 
     @property
     def empty(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import eq
 
@@ -17,7 +17,7 @@ from common.engine.sequence import finish_reason
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
 from common.worker.agenda import Agenda
-from common.worker.events import Compute, PlannedStep, StepEnded
+from common.worker.events import PlannedStep, StepEnded
 from common.worker.front import Front
 from decode_worker.answers import Answers
 from decode_worker.book import Book
@@ -33,53 +33,32 @@ _MOST_BETWEEN = 4.0
 """Most time between steps that is learnt from, in durations of the step: a process that was stopped says nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """A step that was handed to the shell."""
-
-    number: int
-    """The block pool's number of the step."""
-    step: Step
-    decoding: Decoding | None
-    """The step's decodes; None if it has none."""
-
-
+@dataclass(eq=False)
 class DecodeSteps:
     """Plans steps, and processes their outcomes. Pure state."""
 
-    def __init__(
-        self,
-        agenda: Agenda,
-        config: ModelConfig,
-        costs: Costs,
-        pool: BlockPool,
-        scheduler: DecodeScheduler,
-        departures: Departures,
-        front: Front[DecodeRequest],
-        answers: Answers,
-        book: Book,
-        totals: DecodeTotals,
-    ) -> None:
-        self._agenda = agenda
-        self._config = config
-        self._costs = costs
-        self._pool = pool
-        self._scheduler = scheduler
-        self._departures = departures
-        self._front = front
-        self._answers = answers
-        self._book = book
-        self._totals = totals
-        self._columns = DecodeColumns(config.max_sequence_tokens, config.eos_token_ids)
-        self._ended_at: float | None = None
-        """When the last step ended; None if nothing was to be computed then."""
+    _agenda: Agenda
+    _config: ModelConfig
+    _costs: Costs
+    _pool: BlockPool
+    _scheduler: DecodeScheduler
+    _departures: Departures
+    _front: Front[DecodeRequest]
+    _answers: Answers
+    _book: Book
+    _totals: DecodeTotals
+    _columns: DecodeColumns = field(init=False)
+    _ended_at: float | None = field(init=False, default=None)
+    """When the last step ended; None if nothing was to be computed then."""
 
-    def plan(self, before: DecodePlan | None) -> bool:
-        """Plan a step; returns whether there is anything to compute."""
-        step_before = None if before is None else before.step
+    def __post_init__(self) -> None:
+        self._columns = DecodeColumns(self._config.max_sequence_tokens, self._config.eos_token_ids)
+
+    def plan(self, before: Step | None) -> bool:
+        """Plan a step; returns whether there is anything to compute. The step `before` still runs."""
         number = self._pool.step_started()
         # Its drafts would only be dropped with a sequence that is about to move.
-        step = self._scheduler.schedule(self._agenda.now, step_before, may_draft=not self._departures.awaited)
+        step = self._scheduler.schedule(self._agenda.now, before, may_draft=not self._departures.awaited)
         for request in step.revoked:
             assert request.pull is not None, request.work
             request.pull.revoke()
@@ -88,45 +67,46 @@ class DecodeSteps:
             if before is None:
                 self._ended_at = None
             return False
-        decoding = None
+        step.number = number
+        decodes = drafting = None
         if step.decodes:
-            decodes_before = () if step_before is None else step_before.decodes
-            decoding = self._columns.decoding(step.decodes, decodes_before, step.drafts)
-        work = PlannedStep(
-            plan=DecodePlan(number, step, decoding),
+            decodes_before = () if before is None else before.decodes
+            step.decoding = self._columns.decoding(step.decodes, decodes_before, step.drafts)
+            decodes = step.decoding.decodes
+            drafting = None if step.draft_work is None else step.draft_work.drafting(step.decoding.row_of())
+        planned = PlannedStep(
+            plan=step,
             slices=step.slices(),
-            decodes=None if decoding is None else decoding.decodes,
+            decodes=decodes,
+            drafting=drafting,
             copies=step.copies,
             swap_outs=step.swap_outs,
             swap_ins=step.swap_ins,
-            drafting=None
-            if step.draft_work is None or decoding is None
-            else step.draft_work.drafting(decoding.row_of()),
             noticed=self._front.tell_turn(),
         )
-        self._agenda.emit(Compute(work))
+        self._agenda.emit(planned)
         return True
 
     def ended(self, ended: StepEnded) -> None:
         """Process a step's outcomes."""
-        planned: DecodePlan = ended.work.plan
+        step: Step = ended.work.plan
+        result, speculation = ended.result, self._scheduler.speculation
         self._totals.block_steps += self._pool.num_used
-        self._pool.step_finished(planned.number)
-        step, speculation = planned.step, self._scheduler.speculation
+        self._pool.step_finished(step.number)
         if speculation is not None:
-            speculation.drafted(step, ended.drafted)
-            self._totals.draft_s += ended.drafted.seconds
+            speculation.drafted(step, result.drafted)
+            self._totals.draft_s += result.drafted.seconds
         before = self._totals.generated
-        if planned.decoding is not None and ended.chosen is not None:
-            self._decoded(step, planned.decoding, ended.chosen)
+        if step.decoding is not None:
+            self._decoded(step, step.decoding, result.chosen)
         num_tokens = self._totals.generated - before
-        sampled = dict(zip(step.chunks, ended.outcomes, strict=True))
-        scored = dict(zip(step.chunks, ended.scores, strict=True))
+        sampled = dict(zip(step.chunks, result.outcomes, strict=True))
+        scored = dict(zip(step.chunks, result.scores, strict=True))
         for chunk in self._scheduler.chunks_done(step.chunks):
             if self._chunk_done(chunk, scored[chunk]) and chunk.last:
                 self._computed(chunk.prompt, sampled[chunk])
         self._answers.step_ended()
-        self._learn(step, num_tokens, ended.duration_s, ended.drafted.seconds)
+        self._learn(step, num_tokens, result.duration_s, result.drafted.seconds)
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._front.tell_cache()

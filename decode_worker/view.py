@@ -21,7 +21,7 @@ PROPOSERS = ("lookup", "draft")
 _SEQUENCE_WEIGHT = 0.1
 """EWMA weight of the newest sequence's duration."""
 _STEP_WEIGHT = 0.1
-"""The same of the last step's."""
+"""EWMA weight of the last step's mean time between tokens."""
 
 
 def _by_place() -> dict[str, list[int]]:
@@ -50,7 +50,7 @@ class DecodeTotals:
     """What the draft model's passes took, in seconds."""
     block_steps: int = 0
     """Blocks in use, summed over the steps."""
-    sequence_s: float = field(default=0.0)
+    sequence_s: float = 0.0
     """EWMA of the duration here of sequences that ended as their clients wanted, in seconds from the first token."""
     itl_s: float = 0.0
     """EWMA of the mean seconds between a sequence's tokens, over the steps in which sequences got some."""
@@ -94,7 +94,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
 
 
 def counts(core: DecodeCore) -> Mapping[str, object]:
-    """What the worker holds."""
+    """What the worker holds. At rest the counts are zero."""
     scheduler = core.scheduler
     return {
         **core.front.counts(),
@@ -113,10 +113,12 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     """Prometheus metrics of this moment."""
     scheduler, totals = core.scheduler, core.totals
     name = core.settings.model
-    model = {"model_name": name}
-    yield gauge("vllm:num_requests_running", "Sequences in the batch.", scheduler.batch.num_running, model)
-    yield gauge("vllm:num_requests_waiting", "Requests waiting for room.", scheduler.num_waiting, model)
-    yield gauge("vllm:num_requests_swapped", "Preempted sequences.", len(scheduler.entrance.preempted), model)
+    for state, text, number in (
+        ("running", "Sequences in the batch.", scheduler.batch.num_running),
+        ("waiting", "Requests waiting for room.", scheduler.num_waiting),
+        ("swapped", "Preempted sequences.", len(scheduler.entrance.preempted)),
+    ):
+        yield gauge(f"vllm:num_requests_{state}", text, {name: number}, "model_name")
     preempted = {"swap": scheduler.swap.num_swapped, "recompute": scheduler.preemption.num_recomputed}
     yield counter("vllm:num_preemptions", "Preemptions.", {name: sum(preempted.values())}, "model_name")
     yield counter("baton_preemptions", "Preemptions by kind.", preempted, "kind")

@@ -133,6 +133,15 @@ def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing 
     return tracing
 
 
+def bounds_of(settings: GatewaySettings) -> ConnectionBounds:
+    """The bounds on client connections of the settings."""
+    return ConnectionBounds(
+        max_connections=settings.max_connections,
+        header_timeout_s=settings.header_timeout_s,
+        idle_timeout_s=settings.idle_timeout_s,
+    )
+
+
 def ttft_limits_of(settings: GatewaySettings) -> TtftLimits:
     """The admission with the limits of the settings."""
     return TtftLimits(
@@ -222,8 +231,7 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
     admin = web.AppRunner(admin_app, access_log=None, handle_signals=False, shutdown_timeout=GOODBYE_S)
     await admin.setup()
     allow_connections(settings.max_connections)
-    bounds = ConnectionBounds(max_connections=settings.max_connections, header_timeout_s=settings.header_timeout_s)
-    listener = Listener(runner, bounds, metrics, None if tls is None else tls.context)
+    listener = Listener(runner, bounds_of(settings), metrics, None if tls is None else tls.context)
     admin_listener = Listener(admin, _ADMIN_BOUNDS)
     stack, working = AsyncExitStack(), list[asyncio.Task[None]]()
     try:

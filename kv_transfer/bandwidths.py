@@ -6,11 +6,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from common.contract.ids import Incarnation
-from common.runtime.probes import counter
+from common.runtime.probes import counter, gauge
 from kv_transfer.routes import ReadRoute, Way
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,5 @@ class Bandwidths:
         text = "Workers from which blocks came neither by RDMA nor by NVLink, though NIXL moves them."
         yield counter("baton_transfer_fallbacks", text, self.num_fallbacks)
         text = "Bytes by seconds of the latest read that came this way."
-        family = GaugeMetricFamily("baton_read_bytes_per_second", text, labels=["way"])
-        for way, rate in self._bytes_per_second.items():
-            family.add_metric([way.value], rate)
-        yield family
+        rates = {way.value: rate for way, rate in self._bytes_per_second.items()}
+        yield gauge("baton_read_bytes_per_second", text, rates, "way")

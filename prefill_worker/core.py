@@ -21,16 +21,14 @@ Pure state: `handle` takes an event and returns actions (`common.worker`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-
-from prometheus_client.metrics_core import Metric
+from collections.abc import Sequence
 
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Drain, Prefill
-from common.contract.messages.session import Heartbeat, Profile, Role
+from common.contract.messages.session import Profile, Role
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
@@ -166,7 +164,8 @@ class PrefillCore:
                     self._end(request, Cause.CANCELLED, "unknown to its gateway")
             case PeerLost(peer):
                 for request in self.front.lost(peer):
-                    self._end(request, Cause.WORKER_LOST, "the prefill worker lost its gateway")
+                    # Its sinks tell the same gateway, perhaps, which is not to take this worker for a bad source.
+                    self._end(request, Cause.LEASE_LOST, "the prefill worker lost its gateway")
             case DrainWanted():
                 self._drain(leaving=True)
             case DrainEnded(why):
@@ -315,8 +314,9 @@ class PrefillCore:
     # --- the end of a request ------------------------------------------------------------------------------------
 
     def _fail(self, request: PrefillRequest, cause: Cause, message: str) -> None:
-        self._end(request, cause, message)
+        # The gateway first: a sink passes on that the offer is withdrawn as the loss of its source.
         self.front.refuse(request.gateway, request.key, cause, message)
+        self._end(request, cause, message)
 
     def _end(self, request: PrefillRequest, cause: Cause, message: str) -> None:
         """Release whatever the request holds here: its place in the queue, its blocks, its pull, its lease."""
@@ -340,17 +340,9 @@ class PrefillCore:
 
     # --- what others see (`common.worker.shell.Core`) ------------------------------------------------------------
 
-    def heartbeat(self, number: int) -> Heartbeat:
-        """The present load."""
-        return view.heartbeat(self, number)
-
-    def counts(self) -> Mapping[str, object]:
-        """What the worker holds. At rest the counts are zero."""
-        return view.counts(self)
-
-    def metrics(self) -> Iterable[Metric]:
-        """Prometheus metrics of this moment."""
-        return view.metrics(self)
+    heartbeat = view.heartbeat
+    counts = view.counts
+    metrics = view.metrics
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -14,7 +14,7 @@ from common.engine.prompt import first_tokens, prompt_logprobs, prompt_slice
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
 from common.worker.agenda import Agenda, PlanWanted
-from common.worker.events import Compute, PlannedStep, StepEnded
+from common.worker.events import PlannedStep, StepEnded
 from common.worker.front import Front
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest
@@ -34,34 +34,24 @@ class PrefillPlan:
     chunks: list[Chunk[PrefillRequest]]
 
 
+@dataclass(eq=False)
 class PrefillSteps:
     """Plans steps, offers prompts, and processes outcomes. Pure state."""
 
-    def __init__(
-        self,
-        agenda: Agenda,
-        config: ModelConfig,
-        costs: Costs,
-        block_size: int,
-        pool: BlockPool,
-        scheduler: PrefillScheduler,
-        prefix_pulls: PrefixPulls,
-        front: Front[PrefillRequest],
-        totals: PrefillTotals,
-        fail: Callable[[PrefillRequest, Cause, str], None],
-    ) -> None:
-        """`fail` ends a request, and tells its gateway why."""
-        self._agenda = agenda
-        self._config = config
-        self._costs = costs
-        self._block_size = block_size
-        self._pool = pool
-        self._scheduler = scheduler
-        self._pulls, self._lender, self._checksum = front.pulls, front.lender, front.checksum
-        self._prefix_pulls = prefix_pulls
-        self._front = front
-        self._totals = totals
-        self._fail = fail
+    _agenda: Agenda
+    _config: ModelConfig
+    _costs: Costs
+    _block_size: int
+    _pool: BlockPool
+    _scheduler: PrefillScheduler
+    _prefix_pulls: PrefixPulls
+    _front: Front[PrefillRequest]
+    _totals: PrefillTotals
+    _fail: Callable[[PrefillRequest, Cause, str], None]
+    """Ends a request, and tells its gateway why."""
+
+    def __post_init__(self) -> None:
+        self._pulls, self._lender, self._checksum = self._front.pulls, self._front.lender, self._front.checksum
 
     def wanted(self, before: PlannedStep | None) -> None:
         """Plan the next step. If the next waiting prompt lacks blocks, offers that nobody has attached to give theirs
@@ -92,7 +82,7 @@ class PrefillSteps:
             if held:  # the pull may end at once: then the prompt is to be computed here
                 self._agenda.emit_last(PlanWanted(before))
             return
-        work = PlannedStep(
+        planned = PlannedStep(
             plan=PrefillPlan(self._pool.step_started(), chunks),
             slices=[
                 prompt_slice(c.prompt.work, c.start, c.end, c.prompt.block_table, c.prompt.allowed) for c in chunks
@@ -100,7 +90,7 @@ class PrefillSteps:
             completed=[self._completed(chunk) for chunk in chunks] if self._checksum is not None else (),
             noticed=self._front.tell_turn(),
         )
-        self._agenda.emit(Compute(work))
+        self._agenda.emit(planned)
 
     def _completed(self, chunk: Chunk[PrefillRequest]) -> Sequence[int]:
         """The prompt's blocks that `chunk` completes."""
@@ -122,14 +112,14 @@ class PrefillSteps:
 
     def ended(self, ended: StepEnded) -> None:
         """Process a step's outcomes."""
-        planned: PrefillPlan = ended.work.plan
-        self._pool.step_finished(planned.number)
-        chunks = planned.chunks
-        self._costs.observe_prefill(sum(c.end - c.start for c in chunks), ended.duration_s)
+        plan: PrefillPlan = ended.work.plan
+        chunks, result = plan.chunks, ended.result
+        self._pool.step_finished(plan.number)
+        self._costs.observe_prefill(sum(c.end - c.start for c in chunks), result.duration_s)
         checksums = ended.checksums or [()] * len(chunks)
         tables = [chunk.prompt.block_table for chunk in chunks]  # `step_done` takes them from prompts that are done
         live = set(self._scheduler.step_done(chunks))
-        told = zip(chunks, tables, ended.outcomes, checksums, ended.scores, strict=True)
+        told = zip(chunks, tables, result.outcomes, checksums, result.scores, strict=True)
         for chunk, table, sampled, sums, scored in told:
             if chunk not in live:
                 continue

@@ -44,7 +44,7 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
 
 
 def counts(core: PrefillCore) -> Mapping[str, object]:
-    """What the worker holds."""
+    """What the worker holds. At rest the counts are zero."""
     scheduler = core.scheduler
     return {
         **core.front.counts(),
@@ -59,11 +59,11 @@ def metrics(core: PrefillCore) -> Iterable[Metric]:
     """Prometheus metrics of this moment."""
     scheduler = core.scheduler
     name = core.settings.model
-    model = {"model_name": name}
-    yield gauge("vllm:num_requests_running", "Prompts being computed.", len(scheduler.running), model)
-    waiting = len(scheduler.waiting) + len(scheduler.on_hold)
+    running = {name: len(scheduler.running)}
+    yield gauge("vllm:num_requests_running", "Prompts being computed.", running, "model_name")
+    waiting = {name: len(scheduler.waiting) + len(scheduler.on_hold)}
     text = "Prompts waiting for blocks, or for what another worker holds of them."
-    yield gauge("vllm:num_requests_waiting", text, waiting, model)
+    yield gauge("vllm:num_requests_waiting", text, waiting, "model_name")
     yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", core.totals.prompt)
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", core.totals.scored)
     queued = scheduler.num_uncomputed

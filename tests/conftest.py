@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Generator
+import resource
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -19,7 +20,17 @@ hypothesis.settings.register_profile("patient", deadline=None)
 if "CI" not in os.environ:  # there hypothesis has a profile of its own, without a deadline
     hypothesis.settings.load_profile("patient")
 
-__all__ = ["checkpoint", "no_settings", "pytest_collection", "pytest_make_collect_report", "pytest_runtest_makereport"]
+# What somebody has set for servers of their own concerns no test, nor the processes that tests start.
+for _name in [name for name in os.environ if name.upper().startswith("BATON_")]:
+    del os.environ[_name]
+
+__all__ = [
+    "checkpoint",
+    "limit_of_files_restored",
+    "pytest_collection",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -47,8 +58,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the environment is one of Baton's settings."""
-    for name in os.environ:
-        if name.upper().startswith("BATON_"):
-            monkeypatch.delenv(name)
+def limit_of_files_restored() -> Iterator[None]:
+    """The process may have as many files open after the test as before, whatever the test raises the limit to."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -317,6 +317,7 @@ class Bench:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         assert self.dispatcher.ready().details()["in_flight"] == 0
         assert not self.dispatcher._by_id
+        assert not self.dispatcher._at
         assert not self.dispatcher.placement.waiting
         for address in self.links:
             assert self.in_flight(address) == (0,), address

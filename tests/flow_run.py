@@ -205,9 +205,10 @@ class Run:
         crash = Crash(self.now, 1 + beside, frozenset({self.last[address][1].key}))
         return self.do(self.flow.worker_lost(address, why, crash))
 
-    def resync(self, address: str, *, known: bool) -> list[Seen]:
-        attempt, part = self.last[address]
-        return self.do(self.flow.on_resync(attempt, part, known=known))
+    def resync(self, address: str, *, known: bool, attempt: Attempt | None = None) -> list[Seen]:
+        """Messages are lost; whether the worker still knows its newest part, or what it decodes of `attempt`."""
+        keys = {self.last[address][1].key if attempt is None else attempt.decode.key}
+        return self.do(self.flow.on_resync(address, keys, keys if known else set()))
 
     # --- what has come of it -------------------------------------------------------------------------------------
 
@@ -267,8 +268,8 @@ class Run:
         for attempt, part in self.last.values():
             for message in _ANYTHING:
                 assert self.flow.on_message(attempt, part, message) == []
-            for known in (False, True):
-                assert self.flow.on_resync(attempt, part, known=known) == []
+            for known in (set(), {part.key}):
+                assert self.flow.on_resync(part.life.address, {part.key}, known) == []
             assert self.flow.worker_lost(part.life.address, "dead", Crash(self.now)) == []
             assert self.flow.attempts.movable(part.life.address) == []
             assert self.flow.keys_at(part.life.address) == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from common.contract.messages.gateway import PrefixHint
 from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Target, Tier
-from gateway.dispatch.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill
+from gateway.dispatch.broken_paths import BrokenPaths
+from gateway.dispatch.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill, Rebind
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import WorkerView
@@ -100,6 +102,27 @@ def prefill_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> li
     return beside(caution, [worker for worker in workers if holds(worker, ask.num_tokens)])
 
 
+def readers(source: WorkerLife, decode: list[WorkerView], paths: BrokenPaths, now: float) -> list[WorkerView]:
+    return [worker for worker in decode if worker.life not in paths.avoided(source, now)]
+
+
+def hope(registry: Registry, ask: Ask, caution: Caution) -> bool:
+    workers = [worker for worker in registry.workers.values() if worker.role is Role.DECODE]
+    there = fitting(caution, [worker for worker in workers if worker.there and worker.refused is None])
+    return len(able(caution._replace(fingerprint=None), there, ask)) > 0
+
+
+def has_room(workers: list[WorkerView], ask: Ask) -> bool:
+    return any(worker.load is not None and room_s(worker, ask.tier, ask.num_choices) == 0.0 for worker in workers)
+
+
+def coming_back_until(registry: Registry) -> float:
+    workers = [worker for worker in registry.workers.values() if worker.role is Role.DECODE and worker.listed]
+    opened_at = max((worker.opened_at for worker in workers if worker.usable), default=-math.inf)
+    away = [worker for worker in workers if worker.incarnation is None and worker.lost_at < opened_at]
+    return min(opened_at + 3.0, max((worker.lost_at for worker in away), default=-math.inf) + 600.0)
+
+
 def of_profile(workers: list[WorkerView], tier: Tier, target: Target, wait_s: list[float]) -> list[WorkerView]:
     if len({worker.profile for worker in workers}) < 2:
         return workers
@@ -124,6 +147,7 @@ def choose(
     ask: Ask,
     cached: Cached,
     caution: Caution,
+    paths: BrokenPaths,
     *,
     local_prefill_tokens: int,
     turn: int | None,
@@ -136,19 +160,30 @@ def choose(
         return None
     if turn is not None:
         prefill, decode, cached = prefill and [prefill[turn % len(prefill)]], [decode[turn % len(decode)]], {}
-    elif not ask.least_wait:
+    takers = decode
+    if turn is None and not ask.least_wait:
         wait_s = [max(queue_s(w, ask.tier, ask.now), room_s(w, ask.tier, ask.num_choices)) for w in decode]
         decode = of_profile(decode, ask.tier, targets[ask.tier], wait_s)
     free = uncrowded(decode)
     near = [w for w in free if ask.num_tokens - cached.get(w.life, 0) <= local_prefill_tokens]
     if registry.colocated:
         return local(ask, free, cached, LocalPrefill.COLOCATED)
+    if paths.sources():
+        space_s = [room_s(worker, ask.tier, ask.num_choices) for worker in decode]
+        soonest = [worker for worker, seconds in zip(decode, space_s, strict=True) if seconds == min(space_s)]
+        ways = ((soonest, decode), (decode, decode), (takers, takers))
+        open_ways = (
+            ([each for each in prefill if readers(each.life, first, paths, ask.now)], then) for first, then in ways
+        )
+        prefill, takers = next((way for way in open_ways if way[0]), ([], takers))
+    else:
+        takers = decode
     if not prefill:
         refused = bool(usable(registry, Role.PREFILL))
         reason = LocalPrefill.REFUSED if refused else LocalPrefill.NO_PREFILL_WORKER
         route = local(ask, free, cached, reason)
         return route._replace(reason=LocalPrefill.SHORT) if route.decode in near else route
-    best = handoff(ask, prefill, decode, cached)
+    best = handoff(ask, prefill, takers, cached, paths)
     if near:
         short = local(ask, near, cached, LocalPrefill.SHORT)
         if ask.least_wait:
@@ -156,6 +191,20 @@ def choose(
         if short.expected.decode_s <= 1.1 * best.expected.decode_s + 0.02:
             return short
     return best
+
+
+def rebind(
+    source: WorkerLife,
+    registry: Registry,
+    ask: Ask,
+    cached: Cached,
+    caution: Caution,
+    paths: BrokenPaths,
+    targets: Mapping[Tier, Target],
+) -> Rebind | None:
+    decode = decode_workers(caution, usable(registry, Role.DECODE), ask)
+    decode = readers(source, decode, paths, ask.now) or decode
+    return Rebind(taker(decode, ask, cached, targets)) if decode else None
 
 
 def taker(workers: list[WorkerView], ask: Ask, cached: Cached, targets: Mapping[Tier, Target]) -> WorkerView:
@@ -178,7 +227,9 @@ def least_loaded_decode(workers: list[WorkerView], ask: Ask, cached: Cached) -> 
     return min(workers, key=key)
 
 
-def handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cached: Cached) -> Handoff:
+def handoff(
+    ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cached: Cached, paths: BrokenPaths
+) -> Handoff:
     holder = least([*prefill, *decode], lambda w: -cached.get(w.life, 0))
     most = cached.get(holder.life, 0)
 
@@ -190,7 +241,7 @@ def handoff(ask: Ask, prefill: list[WorkerView], decode: list[WorkerView], cache
 
     chosen = least(soonest(prefill, ready_s), lambda w: -cached.get(w.life, 0))
     here = cached.get(chosen.life, 0)
-    takes = least_loaded_decode(decode, ask, cached)
+    takes = least_loaded_decode(readers(chosen.life, decode, paths, ask.now), ask, cached)
     return Handoff(
         prefill=chosen,
         decode=takes,

@@ -147,7 +147,8 @@ class ScriptedGenerator:
     text: str = "hello world"
     token_ids: Sequence[int] | None = None
     """Instead of `text`."""
-    finish_reason: FinishReason = "stop"
+    finish_reason: FinishReason = "length"
+    """`stop`: the script's last token ends the answer, and so is no text."""
     tokens_per_delta: int = 1
     prompt_tokens_per_delta: int = 2
     """Of which log probabilities come at once, where they are asked for; see `prompt_deltas`."""
@@ -269,14 +270,16 @@ async def serve(
     keyring: Keyring | None = None,
     bounds: ConnectionBounds | None = None,
     tls: ssl.SSLContext | None = None,
+    shutdown_timeout_s: float = 0.2,
 ) -> AsyncIterator[Server]:
-    """Serve on a free port of loopback; afterwards, no generation may be left open."""
+    """Serve on a free port of loopback; afterwards, no generation may be left open. Requests that are open at the end
+    have `shutdown_timeout_s` seconds."""
     metrics = GatewayMetrics(MODEL)
     options: dict[str, Any] = {"traces": traces} | ({} if clock is None else {"clock": clock})
     app = create_app(
         generator, model_tokenizer or tokenizer(), api_settings or settings(), metrics, keyring=keyring, **options
     )
-    runner = create_runner(app, shutdown_timeout_s=0.2)
+    runner = create_runner(app, shutdown_timeout_s=shutdown_timeout_s)
     await runner.setup()
     listener = Listener(runner, bounds or ConnectionBounds(), metrics, tls)
     try:

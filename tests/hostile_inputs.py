@@ -70,7 +70,7 @@ def _schema_of_depth(depth: int) -> dict[str, Any]:
 
 _FIELDS: Final[dict[str, tuple[object, ...]]] = {
     "prompt": ([[5]] * 2049, [[[5]]], [1.5], ["ok", "\udfff"], "x" * 500_000, "\0" * 10_000),
-    "model": ("", "x" * 10_000, [], "../../etc/passwd", "owner/tiny\0", "\ud800", {}),
+    "model": ("x" * 10_000, [], "../../etc/passwd", "owner/tiny\0", "\ud800", {}),
     "max_tokens": (2**63, 10**100, 1.5, "4", True, [], {}),
     "n": (10**6, 2**63),
     "stop": (["a"] * 90_000, [None]),

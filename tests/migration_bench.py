@@ -36,7 +36,9 @@ from common.contract.messages.worker import (
     TokenScores,
 )
 from common.contract.sampling import SamplingParams
-from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, SampledToken, Slice
+from common.engine.batch import Chosen, Decodes, SampledToken, Slice, StepResult
+from common.engine.grammar import GaveUp, GrammarState
+from common.engine.masks import Tell
 from common.runtime.config import DecodeSettings
 from common.scheduling.costs import Costs
 from common.worker.events import Ticked
@@ -132,7 +134,7 @@ class Engine:
             objection=lambda token_ids, sampling, prediction=(): None,
             grammars=None,
             layout=SimpleNamespace(block_size=BLOCK_SIZE),
-            cache=SimpleNamespace(num_blocks=num_blocks, device=SimpleNamespace(type="cpu")),
+            cache=SimpleNamespace(num_blocks=num_blocks),
             num_host_blocks=num_host_blocks,
             cpu_kernels=True,
         )
@@ -140,7 +142,6 @@ class Engine:
         self.row_times = None
         self.fingerprint = FINGERPRINT
         self.num_steps = 0
-        self.last_step_s = 0.01
         self.memory: dict[int, dict[int, int]] = {}
         """Block → slot → KV."""
         self.host: dict[int, dict[int, int]] = {}
@@ -148,30 +149,15 @@ class Engine:
         """How often each KV was computed here."""
         self.last_tokens: list[int] = []
         """Chosen by the samples of the last step."""
-        self.decoded = Chosen([], {})
-        """What its decodes have chosen."""
 
     def submit(self, *step: Any) -> Pause:
         """Begin a step: what `execute` takes."""
         self.num_steps += 1
         return Pause(step)
 
-    async def outcomes(self, step: Pause) -> list[tuple[SampledToken, ...]]:
+    async def finish(self, step: Pause) -> StepResult:
         """Wait for it."""
-        return cast("list[tuple[SampledToken, ...]]", await step)
-
-    def chosen(self, step: Pause) -> Chosen:
-        """What the step's decodes have chosen, once its outcomes are known."""
-        return self.decoded
-
-    def scores(self, step: Pause) -> list[TokenScores]:
-        """No prompt is scored."""
-        assert step.step is not None
-        return [TokenScores() for _ in step.step[0]]
-
-    def drafted(self, step: Pause) -> Drafted:
-        """There is no draft model."""
-        return NOTHING_DRAFTED
+        return cast("StepResult", await step)
 
     def close(self) -> None:
         """Nothing to do."""
@@ -184,8 +170,8 @@ class Engine:
         swap_ins: Sequence[tuple[int, int]],
         decodes: Decodes | None,
         drafting: None = None,
-    ) -> list[tuple[SampledToken, ...]]:
-        """What the step does, and answers of its slices."""
+    ) -> StepResult:
+        """What the step does. No prompt is scored."""
         assert drafting is None, "there is no draft model"
         for block, copy in copies:
             self.memory[copy] = dict(self.memory.get(block, {}))
@@ -197,8 +183,8 @@ class Engine:
         outcomes = [self._compute(each) for each in slices]
         self.last_tokens = [outcome.token_id for each in (decoded, *outcomes) for outcome in each]
         told = {row: outcome for row, outcome in enumerate(decoded) if outcome.logprobs is not None}
-        self.decoded = Chosen([outcome.token_id for outcome in decoded], {**told})
-        return outcomes
+        chosen = Chosen([outcome.token_id for outcome in decoded], {**told})
+        return StepResult(outcomes=outcomes, scores=[TokenScores() for _ in slices], chosen=chosen, duration_s=0.01)
 
     def at(self, table: Sequence[int], position: int) -> int | None:
         """The KV at this position of a sequence."""
@@ -359,6 +345,44 @@ class Links:
         self.report(SourceLost(address, source.name if link.open else None, Cause.WORKER_LOST, why))
 
 
+class CountedMasks:
+    """In place of `Masks`: each is there when the test says so, and it is counted how much was read for it."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.at_once = False
+        self.awaited: dict[GrammarState, tuple[int, Tell]] = {}
+        self.num_read: list[int] = []
+        site.worker._masks = self  # type: ignore[assignment]
+
+    def ask(self, grammar: str, state: GrammarState, token_ids: Sequence[int], prompt_len: int, tell: Tell) -> None:
+        """A text waits for its mask."""
+        assert state not in self.awaited, "it waits for one already"
+        self.awaited[state] = len(token_ids) - prompt_len, tell
+        if self.at_once:
+            self._tell(state, None)
+
+    def forget(self, state: GrammarState) -> None:
+        """Nobody waits for it any more."""
+        self.awaited.pop(state, None)
+
+    async def wait_for_expected(self) -> None:
+        """None is."""
+
+    def give(self, gave_up: GaveUp | None = None, state: GrammarState | None = None) -> None:
+        """All masks that are awaited are there, or only that of `state`; or their grammars give up."""
+        for each in list(self.awaited) if state is None else [state]:
+            if each in self.awaited:  # else an earlier one was the end of its request
+                self._tell(each, gave_up)
+        self.site.wake()
+
+    def _tell(self, state: GrammarState, gave_up: GaveUp | None) -> None:
+        num_output, tell = self.awaited.pop(state)
+        self.num_read.append(num_output - state.num_read)
+        state.num_read, state.allowed = num_output, b""
+        tell(gave_up)
+
+
 class Site:
     """One decode worker and what surrounds it."""
 
@@ -486,6 +510,9 @@ class Site:
         """What holds between any two events."""
         if self.alive:
             self.worker.check_invariants()
+            for subject in self.core._masks.subjects():
+                request = subject.request if isinstance(subject, DecodeChoice) else subject
+                assert self.core.book.requests.get(request.work.request) is request, "a mask for a request that is over"
 
     def left(self) -> dict[str, Any]:
         """What it holds."""
@@ -506,6 +533,7 @@ class Site:
             "cut": sorted(core.departures._cut),
             "arrivals": [request.key for request in core.arrivals._arrivals],
             "host": core.scheduler.swap.num_used,
+            "masks": len(core._masks),
         }
         return {name: count for name, count in counts.items() if count}
 

@@ -45,6 +45,8 @@ MODEL = "tiny"
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 4
 """Of the tiny llama: layers, keys and values, heads, slots, head size, float32."""
+KV_CACHE = ("--kv-cache-bytes", str(64 * 2**20))
+"""Of a worker that is told nothing else."""
 FEW = tuple((token, 100.0) for token in (40, 50, 60))
 """Tokens besides which none is sampled: every three of them have occurred, and what follows them is seldom the same."""
 _ZERO_AT_REST = (
@@ -237,7 +239,7 @@ class Workers:
     ) -> Workers:
         """Start the processes and wait until all are ready. Decode workers may each have options of their own."""
         common = ["--model", str(folder), "--num-threads", "1", "--block-size", str(BLOCK_SIZE)]
-        common += ["--kv-cache-bytes", str(64 * 2**20), *options]
+        common += [*KV_CACHE, *options]
         workers = cls(folder)
         workers.prefill = [Process("prefill_worker", [*common, *prefill_options], env) for _ in range(prefill)]
         shared = [option for option in decode_options if isinstance(option, str)]

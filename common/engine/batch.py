@@ -240,3 +240,18 @@ class Chosen:
 
 Scored = TokenScores | InvalidLogitsError
 """The result of one slice's `scored`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a finished step has computed."""
+
+    outcomes: Sequence[tuple[Sampled, ...]]
+    """One tuple for each slice, with one outcome for each of its samples."""
+    scores: Sequence[Scored]
+    """One for each slice."""
+    chosen: Chosen
+    """The results of the decodes, then of the slices' samples."""
+    drafted: Drafted = NOTHING_DRAFTED
+    duration_s: float
+    """Seconds from the step's begin on the engine's thread, or from the end of the step before, whichever is later."""

@@ -15,7 +15,7 @@ import torch
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
-from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, Drafting, Sampled, Scored, Slice
+from common.engine.batch import NOTHING_DRAFTED, Decodes, Drafted, Drafting, Slice, StepResult
 from common.engine.drafter import Drafter
 from common.engine.engine_thread import EngineThread
 from common.engine.ranks import GroupPlan
@@ -82,14 +82,11 @@ class Engine:
         self.costs = Costs() if costs is None else costs
         """Costs measured after loading. Callers that measure better may refine them."""
         self.row_times = row_times
-        """The same of steps of decodes; None if they were not measured."""
+        """What steps of decodes take, measured after loading; None if it was not measured."""
         self.drafter = drafter
         """The draft model; None if there is none."""
         self.num_steps = 0
         """Steps finished. Stops growing if the engine hangs."""
-        self.last_step_s = 0.0
-        """Duration of the last finished step. It counts from the step's begin on the engine's thread, or from the end
-        of the step before, whichever is later."""
         self.busy_s = 0.0
         """Durations of all finished steps, summed."""
         self._last_end = 0.0
@@ -217,8 +214,8 @@ class Engine:
 
         Pairs are (from, to): blocks for `copies`, (block, host slot) for `swap_outs`, (host slot, block) for
         `swap_ins`. So one step can swap KV out and in again, and can swap into a block that it swaps out. Steps run in
-        the order of their submission. The future is done when the engine's thread has done its part; `outcomes` waits
-        for the end of the step.
+        the order of their submission. The future is done when the engine's thread has done its part; `finish` waits for
+        the end of the step.
         """
 
         def work() -> Started:
@@ -236,36 +233,27 @@ class Engine:
 
         return self._thread.run(work)
 
-    async def outcomes(self, step: asyncio.Future[Started]) -> list[tuple[Sampled, ...]]:
-        """Wait for the end of a step and return its outcomes; see `Submitted.outcomes`. Counts the step as finished."""
+    async def finish(self, step: asyncio.Future[Started]) -> StepResult:
+        """Wait for the end of a step, and count it as finished. Raises what has failed it."""
         started = await step
-        end = started.end
-        if started.submitted.done:
-            outcomes = started.submitted.outcomes()
+        submitted, end = started.submitted, started.end
+        if submitted.done:
+            outcomes = submitted.outcomes()
         else:
-            outcomes = await self._waiter.run(started.submitted.outcomes)
+            outcomes = await self._waiter.run(submitted.outcomes)
             end = time.perf_counter()
         # A step that was submitted while another one ran on the GPU began when that one ended.
-        self.last_step_s = end - max(started.begin, self._last_end)
-        self.busy_s += self.last_step_s
+        duration_s = end - max(started.begin, self._last_end)
+        self.busy_s += duration_s
         self._last_end = end
         self.num_steps += 1
-        return outcomes
-
-    @staticmethod
-    def chosen(step: asyncio.Future[Started]) -> Chosen:
-        """The results of a step's decodes, then of its slices' samples. `outcomes` of the step must have returned."""
-        return step.result().submitted.chosen()
-
-    @staticmethod
-    def drafted(step: asyncio.Future[Started]) -> Drafted:
-        """What the draft model has said for a step that has begun."""
-        return step.result().drafted
-
-    @staticmethod
-    def scores(step: asyncio.Future[Started]) -> list[Scored]:
-        """Scores of the scored tokens of each slice of a step. `outcomes` of the step must have returned."""
-        return step.result().submitted.scores()
+        return StepResult(
+            outcomes=outcomes,
+            scores=submitted.scores(),
+            chosen=submitted.chosen(),
+            drafted=started.drafted,
+            duration_s=duration_s,
+        )
 
     def call(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         """Run `work` on the engine's thread, after everything submitted before and before everything submitted

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import DTYPE_BYTES, KVLayout
 from common.engine.rope import LinearScaling, Llama3Scaling, RopeConfig, Scaling, YarnScaling, yarn_attention_factor
-from common.runtime.checkpoint import UNSTATED, context_tokens, read_config
+from common.runtime.checkpoint import UNSTATED, context_tokens, read_config, vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -298,24 +298,37 @@ def _scaling(parameters: dict[str, Any], folder: Path) -> Scaling | None:
 
 
 def _eos_token_ids(config: _Stated, folder: Path) -> frozenset[int]:
-    """End-of-sequence tokens: those of `generation_config.json` if it states any, otherwise those of `config.json`.
+    """End-of-sequence tokens: the tokenizer's, and those of `generation_config.json` or, if that states none, those of
+    `config.json`.
 
-    `generate` of transformers takes none of the latter if there is a `generation_config.json` that states none: its
-    answers then go on to the end of their length.
+    A model that was fine-tuned for chats often ends its turns with the tokenizer's, while the two other files still
+    state those of the model that it was made from. `generate` of transformers does not read the tokenizer's, nor those
+    of `config.json` if there is a `generation_config.json` that states none.
     """
     name = "generation_config.json"
     stated = read_config(folder, name).get("eos_token_id") if (folder / name).exists() else None
     match config.eos_token_id if stated is None else stated:
         case None:
-            _log.warning("%s names no end-of-sequence token: only max_tokens and stop tokens end a sequence", folder)
-            return frozenset()
-        case bool():
-            pass
-        case int() as token_id:
-            return frozenset((token_id,))
+            token_ids: list[int] = []
+        case int() as token_id if type(token_id) is int:
+            token_ids = [token_id]
         case list() as token_ids if all(type(each) is int for each in token_ids):
-            return frozenset(token_ids)
-    raise OperatorError(f"{folder}: eos_token_id is neither a token id nor a list of them")
+            pass
+        case _:
+            raise OperatorError(f"{folder}: eos_token_id is neither a token id nor a list of them")
+    ends = frozenset(token_ids) | _tokenizers_end(folder)
+    if not ends:
+        _log.warning("%s names no end-of-sequence token: only max_tokens and stop tokens end a sequence", folder)
+    return ends
+
+
+def _tokenizers_end(folder: Path) -> frozenset[int]:
+    """The end-of-sequence token of `tokenizer_config.json`, if it states one that the vocabulary has."""
+    name = "tokenizer_config.json"
+    stated = read_config(folder, name).get("eos_token") if (folder / name).exists() else None
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    token_id = vocabulary(folder).get(text) if isinstance(text, str) else None
+    return frozenset((token_id,)) if type(token_id) is int else frozenset()
 
 
 def _dtype(stated: _Stated, folder: Path) -> str | None:

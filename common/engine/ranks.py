@@ -362,13 +362,15 @@ def _run(arguments: _RankArguments) -> None:
     config = ModelConfig.from_folder(arguments.folder)
     batch_invariant = arguments.batch_invariant
     weights = load_weights(config, arguments.folder, layout.dtype, device, None, own, batch_invariant, shard)
+    # It may load Triton, which takes seconds from a cold disk, in which nothing counts: before the watch is strict.
+    backend = backend_on(device, own, batch_invariant=batch_invariant)
     orders.add(torch.zeros(1))
     group = _group_of(plan, orders, arguments.meeting_fd)
     num_blocks, num_host_blocks, *handles = orders.hear().tolist()
     cache = KVCache(layout, num_blocks, device, shard, [_cache_memory(arguments, handles)])
     swap = HostSwap(shard.layout(layout), num_host_blocks, device)
     decoder = Decoder(config, weights, group, cache.num_slots)
-    follow(Executor(decoder, cache, swap, backend_on(device, own, batch_invariant=batch_invariant), group), orders)
+    follow(Executor(decoder, cache, swap, backend, group), orders)
 
 
 def _cache_memory(arguments: _RankArguments, handles: Sequence[int]) -> torch.Tensor:

@@ -53,7 +53,11 @@ def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], flo
 
     step_s, token_s = _step_and_token_s(prefill, most_tokens, clock)
     swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
-    least_step_s = _least_s(lambda _: prefill(1), [1, 1, 1], clock)
+
+    def decode(_: int) -> None:
+        runner.submit((), _decodes(1, 1, layout.block_size, cache.num_blocks)).chosen()
+
+    least_step_s = _least_s(decode, [1, 1, 1], clock)
     runner.clear(len(table))
     return Costs(
         prefill_s_per_token=token_s,

@@ -202,9 +202,10 @@ class WorkerSettings(TierSettings):
         names = [name for name in DEFAULTS_BY_DEVICE[device] if getattr(self, name, None) == 0]
         return self.model_copy(update={"device": device} | {name: DEFAULTS_BY_DEVICE[device][name] for name in names})
 
-    def runs_ahead(self, device: str) -> bool:
-        """Whether a worker on a device of this type plans a step while the one before it runs."""
-        return device == "cuda" if self.run_ahead == "auto" else self.run_ahead == "on"
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a worker plans a step while the one before it runs. `device` must have been found, see `on`."""
+        return self.device == "cuda" if self.run_ahead == "auto" else self.run_ahead == "on"
 
 
 class PrefillSettings(WorkerSettings):
@@ -344,6 +345,13 @@ class GatewaySettings(TokenTierSettings):
     max_connections: int = Field(4096, ge=1, le=2**20, description="connections of clients; one more is turned away")
     header_timeout_s: float = Field(
         10.0, gt=0, le=3600, description="seconds that a TLS handshake, and the head of a request, may take"
+    )
+    idle_timeout_s: float = Field(
+        75.0,
+        gt=0,
+        le=86400,
+        description="seconds that a connection is kept between requests: more than the balancer before the gateway "
+        "keeps one",
     )
     api_keys: str | None = Field(
         None, description="file of the API keys that are let in (baton api-key NAME); without it, everyone is"

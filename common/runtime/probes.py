@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -35,23 +35,23 @@ class Probed(Protocol):
         """The present metrics."""
 
 
-def gauge(name: str, help_text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
-    """A gauge with one sample."""
-    family = GaugeMetricFamily(name, help_text, labels=list(labels or {}))
-    family.add_metric(list((labels or {}).values()), value)
-    return family
+Values: TypeAlias = Mapping[str, float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, str, str], float] | float
+"""One value; or one for each value of a label, or for each tuple of values of several labels."""
 
 
-def counter(
-    name: str, help_text: str, values: Mapping[str, float] | Mapping[tuple[str, str], float] | float, *labels: str
-) -> Metric:
-    """A counter with one sample; or with one for each value of the label, or for each pair of values of two."""
-    family = CounterMetricFamily(name, help_text, labels=labels)
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            family.add_metric([key] if isinstance(key, str) else key, value)
-    else:
-        family.add_metric([], values)
+def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """A gauge with these labels."""
+    return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
+
+
+def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """A counter with these labels."""
+    return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric([key] if isinstance(key, str) else key, value)
     return family
 
 

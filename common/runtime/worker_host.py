@@ -1,4 +1,4 @@
-"""The shell around every worker: its two ports, the announcement to a supervisor, drain and exit.
+"""The process around a worker: its two ports, the announcement to a supervisor, drain and exit.
 
 The ports are bound before the model is loaded, so that an occupied port is reported at once and probes are always
 answered.

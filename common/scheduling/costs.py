@@ -38,8 +38,8 @@ class Costs:
     step_s: float = 0.0
     """Fixed time of a step: what full steps take beyond the time of their tokens."""
     least_step_s: float = 0.0
-    """Time of a step of one token, measured at start: what it takes to read the weights once. Where tokens are computed
-    more slowly than weights are read, a full step hides it."""
+    """Time of a step of one decode, measured at start: about what it takes to read the weights once. Where tokens are
+    computed more slowly than weights are read, a full step hides it."""
     step_tokens: int = 1
     """Most prompt tokens of a step."""
     decode_s: float = 0.0
@@ -68,6 +68,7 @@ class Costs:
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Move the estimates towards an observation: a step that did little else computed `num_tokens` prompt tokens in
         `seconds`."""
+        self.least_step_s = min(self.least_step_s, seconds)
         if num_tokens < MIN_OBSERVED_TOKENS:
             return
         old, least = self.prefill_s_per_token, self._least_s_per_token
@@ -88,6 +89,7 @@ class Costs:
         if not num_decodes:
             self.observe_prefill(num_tokens, seconds)
             return
+        self.least_step_s = min(self.least_step_s, seconds)
         seen = max(0.0, seconds - num_tokens * self.prefill_s_per_token)
         if self.decode_s:
             seen = min(seen, _MAX_RATIO * self.decode_s)

@@ -12,7 +12,7 @@ from typing import Any
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.session import Role
-from common.engine.batch import NOTHING_DRAFTED, Chosen, Decodes, Drafted, Drafting, Sampled, Scored, Slice
+from common.engine.batch import Decodes, Drafting, Slice, StepResult
 from common.engine.grammar import GaveUp, GrammarState
 from kv_transfer.events import TransferAction, TransferEvent
 
@@ -60,7 +60,7 @@ class MaskMade:
 
 @dataclass(frozen=True, slots=True)
 class StepWanted:
-    """The engine is free for a step, or will be when the step `before` has ended. `Compute` follows if there is
+    """The engine is free for a step, or will be when the step `before` has ended. A `PlannedStep` follows if there is
     anything to compute that can be planned now."""
 
     before: PlannedStep | None
@@ -71,16 +71,9 @@ class StepEnded:
     """A step has ended."""
 
     work: PlannedStep
-    chosen: Chosen | None
-    """The tokens of `work.decodes`; None if there are none."""
-    outcomes: Sequence[tuple[Sampled, ...]]
-    """One for each slice."""
-    scores: Sequence[Scored]
-    """One for each slice; empty if no slice is scored."""
+    result: StepResult
     checksums: Sequence[tuple[int, ...]]
     """CRC-32 of the blocks `work.completed`; empty if the deployment does not use checksums."""
-    duration_s: float
-    drafted: Drafted = NOTHING_DRAFTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +112,7 @@ Event = (
 
 @dataclass(slots=True, eq=False)
 class PlannedStep:
-    """A step that a core has planned."""
+    """Compute this step next; `StepEnded` follows."""
 
     plan: Any
     """The core's own record of the step."""
@@ -135,13 +128,6 @@ class PlannedStep:
     """Blocks that each slice completes and whose checksums are wanted; empty without checksums."""
     noticed: bool = False
     """Whether gateways were just told which suspects are in it. That message must leave before the step begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Compute this step next; `StepEnded` follows."""
-
-    work: PlannedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +147,4 @@ class ForgetMask:
     state: GrammarState
 
 
-Action = Compute | AskMask | ForgetMask | TransferAction
+Action = PlannedStep | AskMask | ForgetMask | TransferAction

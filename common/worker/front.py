@@ -236,10 +236,12 @@ class Front(Generic[_Request]):
 
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""
-        pool, model = self._pool, {"model_name": self._settings.model}
-        yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", pool.num_used / pool.num_blocks, model)
-        sizes = {"block_size": str(self._block_size), "num_gpu_blocks": str(pool.num_blocks)}
-        yield gauge("vllm:cache_config_info", "How large the KV cache is.", 1, model | sizes)
+        pool, model = self._pool, self._settings.model
+        used = {model: pool.num_used / pool.num_blocks}
+        yield gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache.", used, "model_name")
+        sizes = {(model, str(self._block_size), str(pool.num_blocks)): 1}
+        labels = ("model_name", "block_size", "num_gpu_blocks")
+        yield gauge("vllm:cache_config_info", "How large the KV cache is.", sizes, *labels)
         yield gauge("baton_blocks_cached", "Blocks known by name.", pool.num_cached)
         yield counter("baton_blocks_evicted", "Cached blocks that were given away.", pool.num_evicted)
         yield from self.pulls.metrics()

@@ -32,7 +32,6 @@ from common.worker.agenda import Inbox
 from common.worker.events import (
     Action,
     AskMask,
-    Compute,
     DrainEnded,
     DrainWanted,
     Event,
@@ -137,7 +136,7 @@ class WorkerShell:
         """Set after each event: there may be something to compute."""
         self._busy = asyncio.Event()
         """Set while the core holds something that a tick could end."""
-        self._runs_ahead = settings.runs_ahead(engine.runner.cache.device.type)
+        self._runs_ahead = settings.runs_ahead
         self._step_tokens = step_tokens(settings.model)
         self._steps_ahead = 0
         """Number of steps that were planned while another one ran."""
@@ -163,8 +162,8 @@ class WorkerShell:
         match action:
             case Send(peer, message):
                 self._server.send(peer, message)
-            case Compute(work):
-                self._planned = work
+            case PlannedStep():
+                self._planned = action
             case AskMask(grammar, state, token_ids, prompt_len):
                 self._masks.ask(grammar, state, token_ids, prompt_len, partial(self._on_mask, state))
             case ForgetMask(state):
@@ -234,16 +233,13 @@ class WorkerShell:
     async def _finish(self, step: _InFlight) -> None:
         """Wait for the end of a step, and report it."""
         work = step.work
-        outcomes = await self._engine.outcomes(step.submitted)
+        result = await self._engine.finish(step.submitted)
         self._num_submitted -= 1
         self._step_since = self._clock()
         checksums = () if step.checksums is None else await step.checksums
-        chosen = None if work.decodes is None else self._engine.chosen(step.submitted)
-        scores = self._engine.scores(step.submitted)
         num_decodes = 0 if work.decodes is None else len(work.decodes)
         self._step_tokens.observe(num_decodes + sum(len(each.token_ids) for each in work.slices))
-        drafted = self._engine.drafted(step.submitted)
-        self._inbox.put(StepEnded(work, chosen, outcomes, scores, checksums, self._engine.last_step_s, drafted))
+        self._inbox.put(StepEnded(work, result, checksums))
 
     async def _tick_loop(self) -> None:
         while True:

@@ -2,8 +2,8 @@
 
 aiohttp parses HTTP, bounds lines, fields and pipelined requests, and closes idle connections. This module adds the
 missing bounds: a request's head must be complete within a time and a size, an answer must be read, and the number of
-connections is limited, TLS handshakes in progress included. At that limit, the address with the most connections loses
-one that is serving no request, so that no client can keep the others out.
+connections is limited, TLS handshakes in progress included. At that limit a new one takes the place of one that is
+serving no request (`giving_way`), so that no client can keep the others out.
 
 When the gateway ends, each connection is closed as soon as that loses no request: an idle one at once, a new one or one
 in the middle of a request after that request's answer. Decision 31 says why none of this is left to aiohttp or to the
@@ -16,9 +16,9 @@ import asyncio
 import errno
 import json
 import logging
+import math
 import socket
 import ssl
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -29,12 +29,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from common.runtime.descriptors import allow_descriptors
+from gateway.access.giving_way import Use, first_to_go
 from gateway.observability.metrics import GatewayMetrics
 from gateway.web.ending import ENDING
 from gateway.web.http_errors import ApiError, from_http, internal_error
 
 _BACKLOG: Final = 1024
 _ACCEPT_PAUSE_S: Final = 1.0
+_LOOK_AGAIN_S: Final = 0.05
+"""Seconds before a connection that could give way is looked for again, where there was none."""
 """Pause before accepting again after `accept` has failed: the process is out of descriptors or memory."""
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """The machine lacks an address, or all addresses of a family."""
@@ -55,7 +58,8 @@ class ConnectionBounds:
     requests, from the head's first byte; and of reading the rest of a body that has been answered already and is
     discarded."""
     idle_timeout_s: float = 75.0
-    """Time between an answer and the next head; longer than proxies keep connections open."""
+    """Time between an answer and the next head. It must be longer than whoever connects keeps an idle connection: a
+    request that is sent while the gateway closes its connection is lost."""
     stall_timeout_s: float = 60.0
     """Time in which the client must read at least one byte of an answer that waits for it. A connection on which
     nothing is read is aborted after one to two such times."""
@@ -97,7 +101,7 @@ class _Connection(web.RequestHandler):
         """Whether the connection is to be closed after the requests that are under way."""
         self._num_answered = 0
         self._body: aiohttp.StreamReader | None = None
-        """Body of the last request that was answered; it may still be arriving."""
+        """Body of the last request whose head has come; it may still be arriving."""
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -152,6 +156,7 @@ class _Connection(web.RequestHandler):
         num_heads, busy = self._request_count, self._busy
         super().data_received(data)
         if self._request_count != num_heads:
+            self._body = self._messages[-1][1]
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
@@ -175,7 +180,7 @@ class _Connection(web.RequestHandler):
             timer.cancel()
         if self.is_at_last_answer:
             end[0].force_close()
-        self._body = request.content
+        self._body = self._messages[-1][1] if self._messages else request.content
         self._num_answered += 1
         return end
 
@@ -210,15 +215,20 @@ class _Connection(web.RequestHandler):
             self._stall_timer.cancel()
         super().resume_writing()
 
-    def cancel(self) -> bool:
-        """Close the connection, and discard what its client has not read, if it is between requests or in the middle of
-        a head. Returns whether it is closed."""
-        if self._busy:
-            return False
+    def cancel(self) -> None:
+        """Close the connection, and discard what its client has not read."""
         self.force_close()
         if self._open_transport is not None:
             self._open_transport.abort()
-        return True
+
+    @property
+    def use(self) -> Use:
+        """What the connection is used for."""
+        if self._request_count != self._num_answered:
+            is_one = self._request_count == self._num_answered + 1
+            return Use.ARRIVING if is_one and self._body is not None and not self._body.is_eof() else Use.SERVING
+        is_read = self._open_transport is None or not self._open_transport.get_write_buffer_size()
+        return Use.IDLE if is_read and self._head_timer is None and not self._busy else Use.UNSERVED
 
     @property
     def is_at_last_answer(self) -> bool:
@@ -296,6 +306,8 @@ class Listener:
         self._accepting: list[asyncio.Task[None]] = []
         self._clients: dict[_Connection | asyncio.Task[None], str] = {}
         """Connection, or task of a handshake in progress → address of its client, oldest first."""
+        self._full_until = -math.inf
+        """Until when no connection is looked for that could give way; the loop's time."""
 
     @property
     def port(self) -> int:
@@ -391,18 +403,21 @@ class Listener:
             self.refused("handshake")
 
     def _make_room(self, client: str) -> bool:
-        """Close a connection of the address that holds most, if those are more than `client` would have with this
-        one. False if none was closed."""
-        held = Counter(self._clients.values())
-        ((most, num),) = held.most_common(1)
-        if num <= held[client] + 1:
+        """Close the connection that gives way to a new one of `client`. False if there is none, or was none a moment
+        ago: to look through all of them takes milliseconds."""
+        now = asyncio.get_running_loop().time()
+        if now < self._full_until:
             return False
-        for each, address in self._clients.items():
-            if address == most and each.cancel():
-                self.closed(each)
-                self.refused("crowded_out")
-                return True
-        return False
+        found = first_to_go(
+            self._clients, client, lambda each: Use.UNSERVED if isinstance(each, asyncio.Task) else each.use
+        )
+        if found is None:
+            self._full_until = now + _LOOK_AGAIN_S
+            return False
+        found.cancel()
+        self.closed(found)
+        self.refused("crowded_out")
+        return True
 
     def _turn_away(self, connection: socket.socket) -> None:
         self.refused("full")

@@ -19,6 +19,7 @@ _EXPOSED: Final = ", ".join(
     (
         "Retry-After",
         "X-Request-Id",
+        "X-Should-Retry",
         *(f"x-baton-{what}" for what in EXPLAINED),
         *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
     )

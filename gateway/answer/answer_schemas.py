@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic takes that of `typing` from 
 
 from common.contract.messages.fields import FinishReason
 from gateway.serving.waterfall import Stage
-from gateway.text.choice_text import AnswerEnd
+from gateway.text.choice_text import AnswerEnd, StopReason
 
 
 @with_config(ConfigDict(use_attribute_docstrings=True))
@@ -143,6 +143,9 @@ class ChatChoice(_Answer):
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd
+    stop_reason: StopReason
+    """The stop string that ended the choice, or the id of the token that did; null for the tokenizer's end-of-sequence
+    token, and for any other end."""
     token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`."""
 
@@ -210,6 +213,9 @@ class ChatChunkChoice(_Answer):
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd | None
     """Set in a choice's last chunk."""
+    stop_reason: StopReason
+    """In a choice's last chunk: the stop string that ended it, or the id of the token that did; null for the
+    tokenizer's end-of-sequence token, and for any other end."""
     token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`."""
 
@@ -256,6 +262,9 @@ class CompletionChoice(_Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     """Null except in a choice's last chunk."""
+    stop_reason: StopReason
+    """The stop string that ended the choice, or the id of the token that did; null for the tokenizer's end-of-sequence
+    token, and for any other end."""
     token_ids: NotRequired[Sequence[int]]
     """Present with `return_token_ids`."""
     prompt_token_ids: NotRequired[Sequence[int]]

@@ -148,11 +148,10 @@ class _Prompts:
                 self._stops,
                 generation.sampling.min_tokens,
                 echo="" if job.reports_prompt else echo,
-                ends_unspelt=None if job.decoder is None else self._tokenizer,
                 continues=generation.token_ids if job.continues else (),
                 with_token_ids=job.prompt_ids is not None,
                 num_before=len(echo) if job.reports_prompt else 0,
-                stop_token_ids=generation.sampling.stop_token_ids,
+                eos_token_id=job.eos_token_id,
             )
             for choice in self._choices_of(number)
         ]

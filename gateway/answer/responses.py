@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar, cast
 from common.contract.messages.worker import TokenLogprobs
 from gateway.answer import answer_schemas as answers
 from gateway.text.call_parser import CallDelta
-from gateway.text.choice_text import AnswerEnd, Piece, TokenReport
+from gateway.text.choice_text import AnswerEnd, Piece, StopReason, TokenReport
 
 _Item = TypeVar("_Item")
 PromptIds = Sequence[Sequence[int]] | None
@@ -75,6 +75,7 @@ class WholeChoice:
     """Filled if token ids were asked for."""
     prompt_reports: list[TokenReport] = field(default_factory=list)
     finish_reason: AnswerEnd | None = None
+    stop_reason: StopReason = None
     reasoning: list[str] = field(default_factory=list)
     calls: list[list[CallDelta]] = field(default_factory=list)
     """The deltas of each function call."""
@@ -92,6 +93,7 @@ class WholeChoice:
         self.token_ids.extend(piece.token_ids)
         self.prompt_reports.extend(piece.prompt_reports)
         self.finish_reason = piece.finish_reason
+        self.stop_reason = piece.stop_reason
 
 
 class Heading(NamedTuple):
@@ -177,7 +179,7 @@ class CompletionFormat(AnswerFormat):
     operation = "text_completion"
 
     def chunk(self, piece: Piece, first: bool) -> answers.Completion:
-        choice = self._choice(piece.choice, piece.text, piece.prompt_reports, piece.reports, piece.finish_reason)
+        choice = self._choice(piece.choice, piece.text, piece)
         if self._prompt_ids is not None:
             choice["token_ids"] = piece.token_ids
             if first:
@@ -201,32 +203,25 @@ class CompletionFormat(AnswerFormat):
         }
 
     def _whole_choice(self, index: int, whole: WholeChoice) -> answers.CompletionChoice:
-        text = "".join(whole.texts)
-        choice = self._choice(index, text, whole.prompt_reports, whole.reports, whole.finish_reason)
+        choice = self._choice(index, "".join(whole.texts), whole)
         if self._prompt_ids is not None:
             choice["token_ids"] = whole.token_ids
             choice["prompt_token_ids"] = self._prompt_ids[index]
         return choice
 
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        prompt_reports: Sequence[TokenReport],
-        reports: Sequence[TokenReport],
-        finish_reason: AnswerEnd | None,
-    ) -> answers.CompletionChoice:
-        assert finish_reason != "tool_calls"
-        all_reports = reports if self._echoed is None else [*prompt_reports, *reports]
-        logprobs = self._logprobs(all_reports) if self._with_logprobs else None
+    def _choice(self, index: int, text: str, said: Piece | WholeChoice) -> answers.CompletionChoice:
+        assert said.finish_reason != "tool_calls"
+        reports = said.reports if self._echoed is None else [*said.prompt_reports, *said.reports]
+        logprobs = self._logprobs(reports) if self._with_logprobs else None
         choice: answers.CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "finish_reason": said.finish_reason,
+            "stop_reason": said.stop_reason,
         }
         if self._prompted is not None:
-            choice["prompt_logprobs"] = self._prompt_logprobs(prompt_reports, self._prompted)
+            choice["prompt_logprobs"] = self._prompt_logprobs(said.prompt_reports, self._prompted)
         return choice
 
     def _logprobs(self, reports: Sequence[TokenReport]) -> answers.CompletionLogprobs:
@@ -268,6 +263,7 @@ class ChatFormat(AnswerFormat):
             "delta": delta,
             "logprobs": self._logprobs(piece.reports),
             "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
         }
         chunk = self._chunk([choice])
         if self._prompt_ids is not None:
@@ -312,6 +308,7 @@ class ChatFormat(AnswerFormat):
             "message": _message(whole),
             "logprobs": self._logprobs(whole.reports),
             "finish_reason": whole.finish_reason,
+            "stop_reason": whole.stop_reason,
         }
         if self._prompt_ids is not None:
             choice["token_ids"] = whole.token_ids

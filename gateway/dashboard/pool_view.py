@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import Final
 
 from common.contract.ids import RequestId
-from common.contract.messages.session import Role
 from gateway.serving.attempt import Attempt
 from gateway.serving.flow import Flow
 from gateway.workers.worker_view import WorkerView
@@ -46,32 +45,6 @@ class Names:
     def of(self, request: RequestId) -> str:
         """The name of a request, the same at each call."""
         return hashlib.blake2b(request.encode(), key=self._secret, digest_size=4).hexdigest()
-
-
-def worker_view(worker: WorkerView) -> dict[str, object]:
-    """One worker as this gateway sees it."""
-    load = worker.load
-    said = load or worker.welcome
-    return {
-        "id": worker.address,
-        "role": worker.role.value,
-        "profile": worker.profile.value if worker.role is Role.DECODE and worker.welcome else None,
-        "connected": worker.incarnation is not None,
-        "usable": worker.usable,
-        "phase": said.phase.value if said else None,
-        "refused": worker.refused,
-        "stalled": worker.stalled,
-        "restarts": worker.restarts,
-        "transport": worker.welcome.transport if worker.welcome else None,
-        "in_flight": worker.in_flight,
-        "running": load.running if load else None,
-        "waiting": load.waiting if load else None,
-        "queued_tokens": sum(load.queued_tokens) if load else None,
-        "blocks_used": load.blocks_used if load else None,
-        "blocks_total": load.blocks_total if load else None,
-        "prompt_tokens": load.prompt_tokens if load else None,
-        "output_tokens": load.output_tokens if load else None,
-    }
 
 
 def request_view(flow: Flow, now: float, names: Names) -> dict[str, object]:
@@ -119,7 +92,7 @@ def pool_view(
     under_way = [flow for flow in flows if flow.running]
     listed = [request_view(flow, now, names) for flow in under_way[:MAX_REQUESTS]]
     return {
-        "workers": [worker_view(worker) for worker in workers],
+        "workers": [worker.described() for worker in workers],
         "in_flight": len(under_way),
         "requests": listed,
         "handoffs": [

@@ -14,7 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -100,6 +100,8 @@ class Dispatcher(Collector):
         self._open: dict[OpenRequest, None] = {}
         self._by_id: dict[RequestId, OpenRequest] = {}
         """Request id as workers know it → request. A request may have several ids."""
+        self._at: dict[str, dict[OpenRequest, None]] = {}
+        """Worker → the open requests that it has, or had."""
         self._rows = TokenRows()
         self._left_of_turn = _MOST_A_TURN
         self._num_stale_messages = 0
@@ -176,6 +178,10 @@ class Dispatcher(Collector):
         del self._open[request]
         for request_id in flow.requests:
             self._by_id.pop(request_id, None)
+        for address in request.addresses:
+            self._at[address].pop(request)
+            if not self._at[address]:
+                del self._at[address]
         log.debug("request %s: %s", next(iter(flow.requests)), flow.story[-1])
 
     def _watch(self, request: OpenRequest) -> None:
@@ -205,7 +211,7 @@ class Dispatcher(Collector):
 
     def keys_at(self, address: str) -> set[RequestKey]:
         """The requests that a worker holds, as far as they know."""
-        return {key for request in self._open for key in request.flow.keys_at(address)}
+        return {key for request in self._at.get(address, ()) for key in request.flow.keys_at(address)}
 
     def on_step(self, address: str, message: StepTokens) -> None:
         """Give each sequence its token."""
@@ -231,7 +237,7 @@ class Dispatcher(Collector):
 
     def _on_offer(self, request: OpenRequest, address: str, message: RequestMessage) -> bool:
         """Handle a message of a prefill worker whose offer waits for a decode worker. Returns whether it is one."""
-        want = request.flow.offered(message.key, address)
+        want = request.flow.wants.find(message.key, address)
         if want is None:
             return False
         if isinstance(message, Failed) and message.cause is Cause.DRAINING:
@@ -241,30 +247,28 @@ class Dispatcher(Collector):
 
     def on_resync(self, address: str, listed: frozenset[RequestKey], known: frozenset[RequestKey]) -> None:
         """Handle the loss of messages to or from a worker."""
-        for request in list(self._open):
-            for attempt, assignment in request.flow.attempts.at(address):
-                if assignment.key in listed:
-                    is_known = assignment.key in known
-                    self._carry_out_all(request, request.flow.on_resync(attempt, assignment, known=is_known))
-            for key in request.flow.keys_at(address):  # those of offers are left
-                want = request.flow.offered(key, address) if key in listed - known else None
-                if want is not None:
-                    self._carry_out_all(request, request.flow.offer_unknown(want))
+        for request in self._oldest_at(address):
+            self._carry_out_all(request, request.flow.on_resync(address, listed, known))
 
     def on_loss(self, address: str, why: str, crash: Crash | None) -> None:
         """Handle the loss of what a worker has."""
-        for request in list(self._open):
+        self.placement.lost(address)
+        for request in self._oldest_at(address):
             self._carry_out_all(request, request.flow.worker_lost(address, why, crash))
 
     def on_load(self, address: str) -> None:
         """Let sequences leave a worker that drains."""
         if self.placement.leaving.may_leave(address):
-            self.placement.leaving.begin(address, self._open)
+            self.placement.leaving.begin(address, self._oldest_at(address))
 
     def on_forgotten(self, address: str) -> None:
         """Keep nothing of a worker that no longer exists."""
         for pair in [pair for pair in self.handoffs if address in pair]:
             del self.handoffs[pair]
+
+    def _oldest_at(self, address: str) -> list[OpenRequest]:
+        """The open requests that a worker has, or had, oldest first."""
+        return sorted(self._at.get(address, ()), key=attrgetter("opened_at"))
 
     # --- the pump ------------------------------------------------------------------------------------------------
 
@@ -344,6 +348,9 @@ class Dispatcher(Collector):
 
     def _began(self, request: OpenRequest, attempt: Attempt) -> None:
         self._by_id[attempt.key.request] = request
+        for assignment in attempt.assignments:
+            request.addresses.add(assignment.life.address)
+            self._at.setdefault(assignment.life.address, {})[request] = None
         prefill = attempt.prefill
         request.flow.generation.waterfall.began(
             attempt.key,
@@ -374,6 +381,7 @@ class Dispatcher(Collector):
         first = assignment is attempt.decode and not attempt.decode_has_spoken
         if isinstance(message, Tokens) and first and message.choice in attempt.choices:
             if attempt.prefill is not None:
+                self.placement.handed_over(attempt.prefill, assignment)
                 self._num_handoffs += 1
                 if attempt.prefill.life.address in self._registry.workers:
                     self.handoffs[attempt.prefill.life.address, address] += 1
@@ -384,6 +392,9 @@ class Dispatcher(Collector):
                 last_at = request.flow.generation.waterfall.last_token_of(message.choice)
                 self.recovery.pause.observe(self._clock() - last_at)
         elif isinstance(message, Failed):
+            source = attempt.unread_source(assignment, message.cause)
+            if source is not None and source is attempt.prefill:
+                self.placement.handoff_failed(source, assignment, message.message, self._clock())
             if message.cause is Cause.CAPACITY and attempt.moving is not None:
                 self._registry.no_room(address, assignment.num_tokens, self._clock())
             elif message.cause is Cause.DRAINING:

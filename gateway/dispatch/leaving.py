@@ -84,11 +84,12 @@ class Leaving:
         address: str,
         choice: Choice,
         most_tokens: int,
-        fingerprint: Fingerprint | None = None,
-        tier: Tier = Tier.STANDARD,
+        fingerprint: Fingerprint | None,
+        tier: Tier,
+        now: float,
     ) -> WorkerView | None:
         """A decode worker other than the one at `address` that probably has room for a leaving sequence; None without
-        one. Those that have failed to take it over are the last ones."""
+        one. Those that have failed to take it over are tried again after a pause if there are no others."""
         ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens, tier=tier)
         caution = Caution(fingerprint=fingerprint, too_small=frozenset(choice.too_small), admitted=True)
         rows = self._router.takers(ask, caution)
@@ -98,9 +99,7 @@ class Leaving:
             if worker.address != address and worker.has_room(ask.num_tokens, tier)
         }
         untried = [row for row, life in others.items() if life not in choice.bad_sinks]
-        if not untried:
-            choice.bad_sinks.clear()  # each of them is tried again, in turn
-        if not others:
+        if not others or not (untried or choice.may_try_again(now)):
             return None
         return self._router.taker(np.array(untried or list(others)), ask, {})
 

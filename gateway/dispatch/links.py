@@ -17,14 +17,13 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
 import zmq
-from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import FingerprintMismatchError, OperatorError
 from common.contract.ids import Incarnation, RequestKey
 from common.contract.messages.fields import Message, RequestMessage
 from common.contract.messages.gateway import Abort, Drain, Resume
-from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Phase, Role, Welcome
+from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Role, Welcome
 from common.contract.messages.worker import CacheEvents, StepTokens, Trial
 from common.runtime.channel import RECONNECT_S, ControlClient, Traffic, channel_context
 from common.runtime.clock import Clock, Pulse
@@ -324,30 +323,13 @@ class Links:
 
     def workers(self) -> list[dict[str, object]]:
         """State of each worker for operators; JSON values only."""
-        return [
-            {
-                "id": worker.address,
-                "role": worker.role.value,
-                "phase": said.phase.value if (said := worker.load or worker.welcome) else None,
-                "safe_to_delete": worker.load is not None and worker.load.phase is Phase.DRAINED,
-                "usable": worker.usable,
-                "transport": worker.welcome.transport if worker.welcome else None,
-                "refused": worker.refused,
-                "restarts": worker.restarts,
-                "in_flight": worker.in_flight,
-                "blocks_used": worker.load.blocks_used if worker.load else None,
-                "blocks_total": worker.load.blocks_total if worker.load else None,
-            }
-            for worker in self._registry.workers.values()
-        ]
+        return [worker.described() for worker in self._registry.workers.values()]
 
     def collect(self) -> Iterable[Metric]:
         """Metrics of the workers, of the channel to them, and of what they tell of their caches."""
         roles, index = (Role.PREFILL, Role.DECODE), self._index
-        usable = GaugeMetricFamily("baton_gateway_workers_usable", "Workers that may be given work.", labels=["role"])
-        for role in roles:
-            usable.add_metric([role], len(self._registry.usable(role)))
-        yield usable
+        usable = {role.value: len(self._registry.usable(role)) for role in roles}
+        yield gauge("baton_gateway_workers_usable", "Workers that may be given work.", usable, "role")
         restarts = {role.value: self._registry.num_restarts[role] for role in roles}
         text = "Times that a worker's address was another process's."
         yield counter("baton_gateway_worker_restarts", text, restarts, "role")

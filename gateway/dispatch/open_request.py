@@ -38,6 +38,8 @@ class OpenRequest:
     """Leading prompt tokens that each worker had cached when the request was last placed."""
     expected: Expected | None = None
     """Times expected when the request was admitted; None after its first token."""
+    addresses: set[str] = field(default_factory=set)
+    """Workers that had any of it."""
     timer: asyncio.TimerHandle | None = None
     """Timer for the earliest moment at which its time may be over."""
     mailbox: ClientMailbox = field(default_factory=Mailbox)

@@ -19,14 +19,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Tier
-from common.runtime.probes import counter
+from common.runtime.probes import counter, gauge
 from gateway.dispatch.leaving import Leaving
 from gateway.dispatch.open_request import OpenRequest
 from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Rebind, Route, Router
@@ -144,6 +143,21 @@ class Placement:
         given = self._given.pop(assignment, None)
         self._registry.left(assignment.life.address, assignment.life.incarnation, given, now)
 
+    def lost(self, address: str) -> None:
+        """Record that a worker is lost."""
+        self._router.paths.forget(address)
+
+    def handed_over(self, source: Assignment, reader: Assignment) -> None:
+        """Record that a decode worker has read from a prefill worker."""
+        self._router.paths.works(source.life, reader.life)
+
+    def handoff_failed(self, source: Assignment, reader: Assignment, why: str, now: float) -> None:
+        """Record that a decode worker could not read from a prefill worker that is well."""
+        pause_s = self._router.paths.failed(source.life, reader.life, now)
+        if pause_s:
+            text = "no handoffs from %s to %s for %g s, as the last one has failed: %s"
+            log.warning(text, source.life.address, reader.life.address, pause_s, why)
+
     # --- internal steps ------------------------------------------------------------------------------------------
 
     def _decide(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction | Hopeless]:
@@ -192,7 +206,7 @@ class Placement:
         if want.offer is None:
             route = self._router.choose(ask, request.cached, caution)
         else:
-            route = self._router.rebind(ask, request.cached, caution)
+            route = self._router.rebind(want.offer.life, ask, request.cached, caution)
         assert route is not None, "there are decode workers for it"
         route, refusal = self._let_in(request, route, ask, caution)
         if generation.waterfall.route is None and not isinstance(route, Rebind):
@@ -238,6 +252,8 @@ class Placement:
             request.fingerprint = route.decode.welcome.fingerprint
         actions = flow.go(want, route.decode.life, prefill, request.budget_s(now), prefix, now=now)
         source = prefill if want.offer is None else want.offer.life
+        if source is not None:
+            self._router.paths.tries(source, route.decode.life, now)
         fields = request.about(
             "routed",
             want.key,
@@ -263,7 +279,7 @@ class Placement:
             return []
         request, choice, generation = leaver.request, leaver.choice, leaver.request.flow.generation
         address = leaver.attempt.decode.life.address
-        refuge = self.leaving.refuge(address, choice, generation.most_tokens, request.fingerprint, generation.tier)
+        refuge = self.leaving.refuge(address, choice, generation.most_tokens, request.fingerprint, generation.tier, now)
         if refuge is None:
             return []  # there may be room for a shorter sequence
         actions = request.flow.move(leaver.attempt, choice, refuge.life, request.budget_s(now), now=now)
@@ -273,6 +289,8 @@ class Placement:
 
     def collect(self, now: float) -> Iterable[Metric]:
         """Metrics of routes and refusals."""
+        text = "Pairs of a prefill and a decode worker of which the last handoff has failed, although both are well."
+        yield gauge("baton_gateway_broken_paths", text, self._router.paths.num_broken(now))
         text = "Prefills told of a worker that has the prompt's beginning."
         yield counter("baton_gateway_prefix_hints", text, self.num_prefix_hints)
         local = {reason.value: self.num_local_prefills[reason] for reason in LocalPrefill}
@@ -281,18 +299,11 @@ class Placement:
         by_profile = {(t.value, p.value): self._num_by_profile[t, p] for t, p in itertools.product(Tier, Profile)}
         text = "Placements, by the request's tier and the decode worker's profile."
         yield counter("baton_gateway_placements", text, by_profile, "tier", "profile")
-        refused = CounterMetricFamily(
-            "baton_gateway_refused",
-            "Requests refused for what they would have had to wait, by what there was too little of.",
-            labels=["role", "tier"],
-        )
-        for role, tier in itertools.product((Role.PREFILL, Role.DECODE), Tier):
-            refused.add_metric([role, tier], self._num_refused[role, tier])
-        yield refused
+        short_of = itertools.product((Role.PREFILL, Role.DECODE), Tier)
+        refused = {(role.value, tier.value): self._num_refused[role, tier] for role, tier in short_of}
+        text = "Requests refused for what they would have had to wait, by what there was too little of."
+        yield counter("baton_gateway_refused", text, refused, "role", "tier")
         if self._ttft_limits is not None:
-            margins = GaugeMetricFamily(
-                "baton_gateway_admission_margin", "Share of the time allowed that may be waited for.", labels=["tier"]
-            )
-            for tier in Tier:
-                margins.add_metric([tier], self._ttft_limits.margin(tier, now))
-            yield margins
+            margins = {tier.value: self._ttft_limits.margin(tier, now) for tier in Tier}
+            text = "Share of the time allowed that may be waited for."
+            yield gauge("baton_gateway_admission_margin", text, margins, "tier")

@@ -6,19 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.messages.gateway import Suspicion
+from common.runtime.counting import PlainHistogram
 from common.runtime.probes import counter
 from gateway.serving.attempt import Tally
 
 _BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-
-
-def _histogram(name: str, text: str) -> Histogram:
-    return Histogram(name, text, buckets=_BUCKETS_S, registry=CollectorRegistry(auto_describe=False))
 
 
 @dataclass(slots=True)
@@ -29,15 +25,16 @@ class RecoveryMetrics:
     """Counted by the flows of all requests."""
     trials: Counter[Suspicion] = field(default_factory=Counter)
     """Prompts and sequences given to workers, by how they are tried."""
-    resume: Histogram = field(
-        default_factory=lambda: _histogram(
-            "baton_gateway_resume_seconds", "From the failure of an attempt to the stream's next token."
+    resume: PlainHistogram = field(
+        default_factory=lambda: PlainHistogram(
+            "baton_gateway_resume_seconds", "From the failure of an attempt to the stream's next token.", _BUCKETS_S
         )
     )
-    pause: Histogram = field(
-        default_factory=lambda: _histogram(
+    pause: PlainHistogram = field(
+        default_factory=lambda: PlainHistogram(
             "baton_gateway_move_pause_seconds",
             "Between a stream's last token from one worker and the next from another.",
+            _BUCKETS_S,
         )
     )
 

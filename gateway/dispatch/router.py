@@ -4,8 +4,9 @@ each worker probably has cached (`cached`), and, with `round_robin`, on whose tu
 condition, in this order           workers                                                   reason
 no prefill workers exist           one decode worker, which computes the prompt too          colocated
 no prefill worker is usable        the same, so that the request is served                   no_prefill_worker
-usable ones do not take it, or
-three have just failed it          the same                                                  refused
+usable ones do not take it, three
+have just failed it, or no decode
+worker can read from any           the same                                                  refused
 few tokens are left to compute     the same, unless the handoff is sooner by a margin        short
 otherwise                          a prefill and a decode worker                             handoff
 
@@ -15,14 +16,15 @@ too, if few tokens are left to compute.
 The prefill worker is the one with the earliest expected first token (`gateway.dispatch.estimates`). The decode worker
 is, among those of the profile that the tier asks for (`gateway.dispatch.profiles`), the one with room soonest, then the
 fewest blocks in use; workers that can hold the sequence to its end are preferred. Workers that have just failed the
-request are avoided. For an offer that still stands only a decode worker is chosen (`Router.rebind`).
+request are avoided, and so is a pair between which a handoff has just failed (`gateway.dispatch.broken_paths`). For an
+offer that still stands only a decode worker is chosen (`Router.rebind`).
 
 All workers are compared, as columns of a table (`gateway.workers.load_table`). A worker is named by its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
@@ -33,6 +35,7 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.messages.gateway import PrefixHint
 from common.contract.messages.session import Role
 from common.contract.tiers import NO_TARGETS, Target, Tier
+from gateway.dispatch.broken_paths import BrokenPaths
 from gateway.dispatch.estimates import prompt_s, queue_s, room_s
 from gateway.dispatch.profiles import of_profile
 from gateway.serving.flow_actions import Want
@@ -68,7 +71,7 @@ class LocalPrefill(StrEnum):
     """The deployment has prefill workers, but none is usable."""
     REFUSED = "refused"
     """Prefill workers are usable, but none takes the prompt: they have refused or failed it, or cannot hold it; or
-    three have failed it, and the others are not asked."""
+    three have failed it, and the others are not asked; or handoffs from them have failed."""
 
 
 class Ask(NamedTuple):
@@ -253,6 +256,8 @@ class Router:
     ) -> None:
         """A prompt is short for a decode worker that would compute at most `local_prefill_tokens` of it."""
         self._targets = targets
+        self.paths = BrokenPaths()
+        """Pairs of workers between which handoffs have failed."""
         self._registry = registry
         self._local_prefill_tokens = local_prefill_tokens
         self._in_turn = routing == "round_robin"
@@ -299,18 +304,24 @@ class Router:
             prefill, decode, cached = self._next(prefill), self._next(decode), {}
         here = table.spread(cached)
         times = _Times(queue_s(table, ask.tier, ask.now), room_s(table, ask.tier, ask.num_choices))
+        of_any_profile = decode
         if not (self._in_turn or ask.least_wait):
             decode = of_profile(table, decode, ask.tier, self._targets[ask.tier], times.wait_s)
         free = _uncrowded(table, decode)
         near = free[ask.num_tokens - here[free] <= self._local_prefill_tokens]
         if registry.colocated:
             return _local(table, ask, free, here, times, LocalPrefill.COLOCATED)
+        takers = decode
+        if self.paths.sources():
+            soonest = _fewest(decode, times.room_s)
+            ways = ((soonest, decode), (decode, decode), (of_any_profile, of_any_profile))
+            prefill, takers = self._readable(prefill, ways, ask.now)
         if not len(prefill):
             reason = LocalPrefill.REFUSED if len(usable) else LocalPrefill.NO_PREFILL_WORKER
             route = _local(table, ask, free, here, times, reason)
             is_short = ask.num_tokens - route.num_cached <= self._local_prefill_tokens
             return route._replace(reason=LocalPrefill.SHORT) if is_short else route
-        handoff = _handoff(table, ask, prefill, decode, here, times)
+        handoff = self._handoff(ask, prefill, takers, here, times)
         if len(near):
             short = _local(table, ask, near, here, times, LocalPrefill.SHORT)
             if ask.least_wait:
@@ -319,9 +330,11 @@ class Router:
                 return short
         return handoff
 
-    def rebind(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Rebind | None:
-        """A decode worker for an offer that still stands; None if there is none now."""
-        decode = caution.decode(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
+    def rebind(self, source: WorkerLife, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Rebind | None:
+        """A decode worker for an offer of `source` that still stands; None if there is none now."""
+        table = self._registry.table
+        decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
+        decode = _or(_without(table, decode, self.paths.avoided(source, ask.now)), decode)
         return Rebind(self.taker(decode, ask, cached)) if len(decode) else None
 
     def taker(self, rows: Rows, ask: Ask, cached: Cached) -> WorkerView:
@@ -332,6 +345,42 @@ class Router:
         until_room_s = room_s(table, ask.tier, ask.num_choices)
         rows = of_profile(table, rows, ask.tier, self._targets[ask.tier], until_room_s)
         return table.workers[_least_loaded(table, rows, table.spread(cached), until_room_s)]
+
+    def _handoff(self, ask: Ask, prefill: Rows, decode: Rows, here: Column, times: _Times) -> Handoff:
+        table = self._registry.table
+        holders = np.concatenate([prefill, decode])
+        most = int(np.maximum.reduce(here[holders]))
+        own_s = prompt_s(table, ask.num_tokens, here, most)
+        chosen = _least(table, _soonest(prefill, times.queue_s if ask.least_wait else times.queue_s + own_s), -here)
+        num_cached = int(here[chosen])
+        taker = _least_loaded(table, self._readers(chosen, decode, ask.now), here, times.room_s)
+        prefix = None
+        if most > num_cached:
+            holder = table.workers[_least(table, holders, -here)]
+            prefix = PrefixHint(source=holder.life.source, num_tokens=most)
+        return Handoff(
+            prefill=table.workers[chosen],
+            decode=table.workers[taker],
+            prefix=prefix,
+            num_cached=num_cached,
+            expected=Expected(
+                queue_s=float(times.queue_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(times.room_s[taker])
+            ),
+        )
+
+    def _readable(self, prefill: Rows, ways: Sequence[tuple[Rows, Rows]], now: float) -> tuple[Rows, Rows]:
+        """(prefill workers, decode workers to choose from) for the first way on which any may read. A way is (decode
+        workers of which one must be able to read from a prefill worker, decode workers to choose from)."""
+        for readers, takers in ways:
+            left = [row for row in prefill.tolist() if len(self._readers(row, readers, now))]
+            if left:
+                return np.array(left, dtype=np.intp), takers
+        return prefill[:0], ways[-1][1]
+
+    def _readers(self, source: int, decode: Rows, now: float) -> Rows:
+        """Those of the decode workers that may read from the worker of row `source`."""
+        table = self._registry.table
+        return _without(table, decode, self.paths.avoided(table.workers[source].life, now))
 
     def _next(self, rows: Rows) -> Rows:
         return rows[[self._turn % len(rows)]] if len(rows) else rows
@@ -360,28 +409,6 @@ def _least_loaded(table: LoadTable, rows: Rows, here: Column, until_room_s: Colu
     rows = _fewest(rows, until_room_s)
     rows = _fewest(rows, np.floor(table.occupancy / _OCCUPANCY_STEP))
     return _least(table, rows, -sought)
-
-
-def _handoff(table: LoadTable, ask: Ask, prefill: Rows, decode: Rows, here: Column, times: _Times) -> Handoff:
-    holders = np.concatenate([prefill, decode])
-    most = int(np.maximum.reduce(here[holders]))
-    own_s = prompt_s(table, ask.num_tokens, here, most)
-    chosen = _least(table, _soonest(prefill, times.queue_s if ask.least_wait else times.queue_s + own_s), -here)
-    num_cached = int(here[chosen])
-    taker = _least_loaded(table, decode, here, times.room_s)
-    prefix = None
-    if most > num_cached:
-        holder = table.workers[_least(table, holders, -here)]
-        prefix = PrefixHint(source=holder.life.source, num_tokens=most)
-    return Handoff(
-        prefill=table.workers[chosen],
-        decode=table.workers[taker],
-        prefix=prefix,
-        num_cached=num_cached,
-        expected=Expected(
-            queue_s=float(times.queue_s[chosen]), prompt_s=float(own_s[chosen]), room_s=float(times.room_s[taker])
-        ),
-    )
 
 
 def _local(table: LoadTable, ask: Ask, decode: Rows, here: Column, times: _Times, reason: LocalPrefill) -> Local:

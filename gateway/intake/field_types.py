@@ -108,6 +108,11 @@ def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]
     return tuple((int(token), bias) for token, bias in (given or {}).items())
 
 
+def _model_name(given: str | None) -> str | None:
+    """An empty name counts as absent: clients of servers with one model send it."""
+    return text(given) if given else None
+
+
 def _tier(given: object) -> Tier:
     tier = Tier.STANDARD if given is None else TIERS.get(given) if isinstance(given, str) else None
     if tier is None:
@@ -127,6 +132,7 @@ _Biases = Annotated[
 
 Text = Annotated[str, AfterValidator(text)]
 Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(text)]
+ModelName = Annotated[Annotated[str, Field(max_length=256)] | None, AfterValidator(_model_name)]
 GrammarText = Annotated[str, Field(max_length=MAX_TEXT_CHARS), AfterValidator(text)]
 
 Prompts = Annotated[

@@ -77,6 +77,8 @@ class Job(NamedTuple):
     """Report in the usage how many tokens were drafted, and were right."""
     decoder: TokenDecoder | None = None
     """Decoder that spells out special tokens, if the client asked for that."""
+    eos_token_id: int | None = None
+    """The tokenizer's end-of-sequence token, unless `ignore_eos`. It is no stop reason."""
     prompt_ids: Sequence[Sequence[int]] | None = None
     """The prompt of each choice, if the answer reports token ids."""
     continues: bool = False
@@ -188,6 +190,7 @@ class Intake:
             one_call=form.parallel_tool_calls is False,
             include_reasoning=form.include_reasoning is not False,
             formatted=grammar is not None,
+            continued=form.continued,
         )
         most = most_tokens(form, self._most_bytes, 1, num_logprobs, len(token_ids))
         length = LengthLimit("max_completion_tokens", form.max_completion_tokens, None, most, self._most_bytes)
@@ -398,6 +401,7 @@ class Intake:
             include_drafts=include_timings or form.prediction is not None,
             plan=plan,
             decoder=self._tokenizer.spelling_all() if form.skip_special_tokens is False else None,
+            eos_token_id=None if form.ignore_eos else self._tokenizer.eos_token_id,
             prompt_ids=prompt_ids,
             continues=continues,
             generates_nothing=form.max_tokens == 0,

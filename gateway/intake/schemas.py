@@ -43,6 +43,7 @@ from gateway.intake.field_types import (
     MAX_TEXT_CHARS,
     GrammarText,
     LogitBiases,
+    ModelName,
     Name,
     Prompts,
     ServiceTier,
@@ -82,13 +83,13 @@ _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
-    "watermarking": (),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 """Fields that are not implemented, each with its harmless values. A field that the request's schema declares is not
@@ -222,7 +223,7 @@ class SamplingFields(_Body):
 
     model_config = ConfigDict(json_schema_extra=_describe_ignored)
 
-    model: Name | None = None
+    model: ModelName = None
     max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     temperature: Temperature | None = None
@@ -353,6 +354,11 @@ class ChatRequest(SamplingFields):
     include_reasoning: bool | None = None
     """False omits the reasoning from the answer."""
 
+    @property
+    def continued(self) -> str:
+        """The text that the answer continues: the last message's with `continue_final_message`, else none."""
+        return (self.messages[-1].content or "") if self.continue_final_message else ""
+
     def switches(self) -> dict[str, Any]:
         """Variables of the chat template. `chat_template_kwargs` takes precedence over the other fields."""
         efforts = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
@@ -365,7 +371,7 @@ class ChatRequest(SamplingFields):
 class TokenizeRequest(_Body):
     """Body of `POST /tokenize`: a text or a conversation."""
 
-    model: Name | None = None
+    model: ModelName = None
     prompt: Text | None = None
     messages: Messages | None = None
     tools: Tools | None = None
@@ -377,7 +383,7 @@ class TokenizeRequest(_Body):
 class DetokenizeRequest(_Body):
     """Body of `POST /detokenize`."""
 
-    model: Name | None = None
+    model: ModelName = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 

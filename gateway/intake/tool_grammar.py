@@ -81,7 +81,7 @@ async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str 
         several=form.parallel_tool_calls is not False and not isinstance(form.tool_choice, NamedToolChoice),
         answer=answer,
         reasons=dialect.may_reason(prompt),
-        opened=dialect.opens_reasoning(prompt),
+        opened=dialect.opens_reasoning(prompt, form.continued),
         tags=dialect.tags(),
         named_calls="[ARGS]" in template,
         call_ids="[CALL_ID]" in template,

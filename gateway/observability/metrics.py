@@ -22,6 +22,10 @@ _TOKEN_BUCKETS_S: Final = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 2.5, 5.0, 10.0, 20.0,
 )  # fmt: skip
+_REFUSALS: Final = (
+    "crowded_out", "full", "handshake", "large_head", "malformed", "slow_head", "slow_reader", "stalled",
+)  # fmt: skip
+"""Reasons for which a connection is refused or closed."""
 
 
 class GatewayMetrics:
@@ -89,6 +93,8 @@ class GatewayMetrics:
             ["reason"],
             registry=self.registry,
         )
+        for reason in _REFUSALS:
+            self._connections_refused.labels(reason)
         self._files_reloaded = Counter(
             "baton_gateway_files_reloaded",
             "Times that a changed file of keys or certificates was read again.",

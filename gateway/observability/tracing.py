@@ -20,10 +20,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from common.runtime.probes import counter
 from gateway.observability.request_life import RequestLife
 
 _SEND_TIMEOUT_S = 5.0
@@ -65,16 +65,11 @@ class Tracing(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Current values of the Prometheus metrics."""
-        spans = CounterMetricFamily("baton_gateway_spans", "Spans by what became of them.", labels=["result"])
-        spans.add_metric(["sent"], self._exporter.num_sent)
-        spans.add_metric(["failed"], self._exporter.num_failed)
-        yield spans
-        yield CounterMetricFamily(
-            "baton_gateway_spans_made",
-            "Spans made; what is neither sent nor failed waits, or was dropped.",
-            self._num_made,
-        )
-        yield CounterMetricFamily("baton_gateway_untraced", "Requests that could not be traced.", self._num_broken)
+        spans = {"sent": self._exporter.num_sent, "failed": self._exporter.num_failed}
+        yield counter("baton_gateway_spans", "Spans by what became of them.", spans, "result")
+        text = "Spans made; what is neither sent nor failed waits, or was dropped."
+        yield counter("baton_gateway_spans_made", text, self._num_made)
+        yield counter("baton_gateway_untraced", "Requests that could not be traced.", self._num_broken)
 
     async def close(self) -> None:
         """Send the remaining spans, for at most `_CLOSE_TIMEOUT_S`."""

@@ -41,7 +41,7 @@ class _Admin:
 
     def _tell(self, request: web.Request, *, drain: bool) -> web.Response:
         worker = request.match_info["id"]
-        known = {each["id"]: each for each in self._links.workers()}
+        known = [each["id"] for each in self._links.workers()]
         if worker not in known:
             raise ApiError(404, f"no such worker: {worker}; there are {', '.join(map(str, known))}")
         if not self._links.tell(worker, drain=drain):

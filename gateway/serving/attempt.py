@@ -34,6 +34,8 @@ from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.generation import Delta, Generation, PromptDelta
 from gateway.workers.worker_life import WorkerLife
 
+_OF_SOURCE = frozenset({Cause.WORKER_LOST, Cause.FINGERPRINT, Cause.TRANSFER})
+"""Causes with which a decode worker reports a failure of its source."""
 _REFUSALS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.TOO_LARGE})
 """Causes that are refusals, not failures: this worker does not take the request, now or ever, but another one may."""
 
@@ -287,6 +289,14 @@ class Attempt:
             return []
         message = f"the {assignment.role} worker at {assignment.life.address} was lost: {why}"
         return [Broken(assignment, Cause.WORKER_LOST, message, (assignment,))]
+
+    def unread_source(self, assignment: Assignment, cause: Cause) -> Assignment | None:
+        """The source that the decode worker cannot reach or read, by a failure with this cause; None if the failure is
+        another one's, or of another kind, or if the gateway has lost that source, too."""
+        source = self.moving or self.prefill
+        if assignment is not self.decode or cause not in _OF_SOURCE or source is None or source.lost:
+            return None
+        return source
 
     def standing_offer(self, broken: Broken) -> Assignment | None:
         """The prefill worker's assignment, if its offer can serve another decode worker after this failure. It cannot

@@ -6,11 +6,15 @@ Several attempts may bring them; each position is accepted once. A choice also k
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from common.contract.messages.gateway import TRIAL_TOKENS, Suspicion
 from common.contract.messages.session import Role
 from gateway.serving.suspicion import Share, suspicion_after
 from gateway.workers.worker_life import WorkerLife
+
+_FIRST_MOVE_PAUSE_S: Final = 1.0
+_LONGEST_MOVE_PAUSE_S: Final = 32.0
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +30,9 @@ class Choice:
     num_failures: int = 0
     """Failed attempts since its last token from a decode worker."""
     num_bugs: int = 0
-    """Those of them whose worker reported an internal error."""
+    """Attempts among `num_failures` whose worker reported an internal error."""
     num_transfers: int = 0
-    """Those of them whose decode worker could not read the KV."""
+    """Attempts among `num_failures` whose decode worker could not read the KV."""
     num_crashes: int = 0
     """Workers that crashed with this choice while they computed everybody's steps together."""
     suspicion: Suspicion = Suspicion.NONE
@@ -40,6 +44,9 @@ class Choice:
     """Workers that have said that they can never hold it."""
     bad_sinks: set[WorkerLife] = field(default_factory=set)
     """Workers that could not take it over from the one that generates it, for another reason than want of room."""
+    _moves_after: float | None = None
+    """When `bad_sinks` may be tried again, if nobody else is left; monotonic seconds."""
+    _move_pause_s: float = _FIRST_MOVE_PAUSE_S
 
     @property
     def next_position(self) -> int:
@@ -52,14 +59,30 @@ class Choice:
         return self.suspicion is not Suspicion.NONE
 
     def progressed(self, role: Role) -> None:
-        """Forget the failures before its new tokens if they come from a decode worker. Those of a prefill worker do not
-        show that a decode worker can read from it; but the request is let in with them, so that refusals are forgotten,
-        too. The suspicion is forgotten once enough tokens have come."""
-        if role is Role.DECODE or not self.num_failures:
+        """Forget the failures before its new tokens if they come from a decode worker: those of a prefill worker do not
+        show that a decode worker can read from it. The suspicion is forgotten once enough tokens have come."""
+        if role is Role.DECODE:
             self.num_failures = self.num_bugs = self.num_transfers = 0
             self.avoid.clear()
         if self.ended or self.next_position >= self.innocent_at:
             self.suspicion = Suspicion.NONE
+
+    def may_try_again(self, now: float) -> bool:
+        """Whether those that could not take it over may be tried again, because there are no others: after a pause that
+        begins with the first call, and is twice as long each time."""
+        if self._moves_after is None:
+            self._moves_after = now + self._move_pause_s
+            self._move_pause_s = min(2 * self._move_pause_s, _LONGEST_MOVE_PAUSE_S)
+        if now < self._moves_after:
+            return False
+        self._moves_after = None
+        self.bad_sinks.clear()
+        return True
+
+    def moved(self) -> None:
+        """Another worker has taken it over: what could not take it from the one before may take it from this one."""
+        self.bad_sinks.clear()
+        self._moves_after, self._move_pause_s = None, _FIRST_MOVE_PAUSE_S
 
     def suspect(self, share: Share) -> None:
         """Note the loss of a worker that had it."""

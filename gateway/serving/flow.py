@@ -26,7 +26,7 @@ Pure state: events in, actions out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -53,6 +53,7 @@ from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, Fail, FlowAction, Unwanted, Want
 from gateway.serving.generation import Generation
 from gateway.serving.suspicion import Crash, Share
+from gateway.serving.wants import Wants
 from gateway.workers.worker_life import WorkerLife
 
 _MAY_PASS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.LEASE_LOST})
@@ -78,7 +79,7 @@ class Flow:
     tally: Tally = field(default_factory=Tally)
     attempts: Attempts = field(default_factory=Attempts)
     """Attempts under way."""
-    wants: list[Want] = field(default_factory=list)
+    wants: Wants = field(default_factory=Wants)
     """Choices that wait for workers."""
     choices: tuple[Choice, ...] = ()
     report: PromptReport = field(init=False)
@@ -109,9 +110,8 @@ class Flow:
     def keys_at(self, address: str) -> list[RequestKey]:
         """Keys that a worker holds of this request: of assignments, and of offers that stand while a decode worker is
         wanted."""
-        offers = [want.offer for want in self.wants if want.offer is not None]
-        assignments = [assignment for _, assignment in self.attempts.at(address)]
-        return [assignment.key for assignment in (*assignments, *offers) if assignment.life.address == address]
+        held = [*self.attempts.at(address), *self.wants.at(address)]
+        return [assignment.key for _, assignment in held]
 
     def beside(self, want: Want) -> frozenset[WorkerLife]:
         """Workers of this request's other suspects, where a want with a suspect should go too. Spread over the pool,
@@ -153,11 +153,6 @@ class Flow:
         )
         return self._begin(attempt, budget_s, prefix)
 
-    def offered(self, key: RequestKey, address: str) -> Want | None:
-        """The want whose offer a prefill worker has made under this key; None if there is none."""
-        offers = ((want, want.offer) for want in self.wants if want.offer is not None)
-        return next((want for want, offer in offers if (offer.key, offer.life.address) == (key, address)), None)
-
     def on_offer(self, want: Want, message: Message) -> list[FlowAction]:
         """Handle a message of the worker whose offer stands. It fails, or its prompt is computed."""
         assert want.offer is not None, self.story
@@ -165,12 +160,6 @@ class Flow:
             blame = () if message.cause is Cause.LEASE_LOST else (want.offer,)
             return self._offer_failed(want, Broken(want.offer, message.cause, message.message, blame))
         return self._over(want.offer)
-
-    def offer_unknown(self, want: Want) -> list[FlowAction]:
-        """The worker whose offer stood does not know it after lost messages."""
-        assert want.offer is not None, self.story
-        message = f"the {want.offer.role} worker does not know the request after lost messages"
-        return self._offer_failed(want, Broken(want.offer, Cause.WORKER_LOST, message))
 
     def move(
         self, attempt: Attempt, choice: Choice, decode: WorkerLife, budget_s: float, *, now: float
@@ -204,10 +193,17 @@ class Flow:
             actions += self._cut(attempt, self.choices[message.choice])
         return actions
 
-    def on_resync(self, attempt: Attempt, assignment: Assignment, *, known: bool) -> list[FlowAction]:
-        """Handle the loss of messages to or from an assignment's worker. `known`: whether it still knows its
-        assignment."""
-        return self._do(attempt, attempt.on_resync(assignment, known=known)) if self.running else []
+    def on_resync(self, address: str, listed: Set[RequestKey], known: Set[RequestKey]) -> list[FlowAction]:
+        """Handle the loss of messages to or from a worker. Of the keys `listed` in the Hello it still knows `known`."""
+        actions: list[FlowAction] = []
+        for attempt, assignment in self.attempts.at(address):
+            if self.running and attempt in self.attempts and assignment.key in listed:
+                actions += self._do(attempt, attempt.on_resync(assignment, known=assignment.key in known))
+        for want, offer in self.wants.at(address):
+            if self.running and offer.key in listed and offer.key not in known:
+                message = f"the {offer.role} worker does not know the request after lost messages"
+                actions += self._offer_failed(want, Broken(offer, Cause.WORKER_LOST, message))
+        return actions
 
     def worker_lost(self, address: str, why: str, crash: Crash | None) -> list[FlowAction]:
         """Handle the end of a worker's session, by a crash (`crash`) or otherwise."""
@@ -216,9 +212,9 @@ class Flow:
             if self.running and attempt in self.attempts:
                 share = Share.NONE if crash is None else crash.share_of(assignment.key, assignment.given_at)
                 actions += self._do(attempt, attempt.lost(assignment, why), share)
-        for want in self.wants[:]:
-            if self.running and want.offer is not None and want.offer.life.address == address:
-                actions += self._offer_lost(want, want.offer, why, crash)
+        for want, offer in self.wants.at(address):
+            if self.running:
+                actions += self._offer_lost(want, offer, why, crash)
         return actions
 
     def fail(self, cause: Cause, message: str) -> list[FlowAction]:
@@ -260,11 +256,18 @@ class Flow:
                 case Deliver():
                     done += [action, *self._progress(attempt, self.choices[action.delta.choice], action.role)]
                 case DeliverPrompt():
-                    self.admitted = True
+                    self._let_in()
                     done.append(action)
                 case Broken():
                     done += self._broken(attempt, action, share)
         return done
+
+    def _let_in(self) -> None:
+        """A worker has let the request in, or may have: who refused it before may be asked again."""
+        if not self.admitted:
+            self.admitted = True
+            for choice in self.choices:
+                choice.avoid.clear()
 
     def _begin(self, attempt: Attempt, budget_s: float, prefix: PrefixHint | None = None) -> list[FlowAction]:
         self.attempts.append(attempt)
@@ -275,7 +278,7 @@ class Flow:
 
     def _progress(self, attempt: Attempt, choice: Choice, role: Role) -> list[FlowAction]:
         """A choice has got tokens from a worker of this role."""
-        self.admitted = True
+        self._let_in()
         choice.progressed(role)
         actions: list[FlowAction] = []
         if not choice.ended and attempt.moving is None:
@@ -285,6 +288,7 @@ class Flow:
         for other in self.attempts:
             if attempt.moving is other.decode:
                 other.moved.add(choice.index)
+                choice.moved()
         for each in [each for each in self.attempts if not each.unfinished]:
             actions += [*each.acknowledge(), *self._close(each)]
         return actions
@@ -329,7 +333,7 @@ class Flow:
         if broken.refused:
             self.refusal = note_refusal(asked, broken, admitted=self.admitted) or self.refusal
             return None
-        self.admitted = True
+        self._let_in()
         return count_failure(wanting, held, broken, share)
 
     def _offer_failed(self, want: Want, broken: Broken) -> list[FlowAction]:
@@ -341,7 +345,7 @@ class Flow:
     def _offer_lost(self, want: Want, offer: Assignment, why: str, crash: Crash | None) -> list[FlowAction]:
         """The worker is lost whose offer stood. That is no failure of an attempt. If it has crashed while it computed
         the prompt, that is suspected."""
-        self.admitted = True
+        self._let_in()
         message = f"the {offer.role} worker at {offer.life.address} was lost: {why}"
         self.story.append(f"{Cause.WORKER_LOST}: {message}")
         share = Share.NONE if crash is None or offer.over else crash.share_of(offer.key, offer.given_at)

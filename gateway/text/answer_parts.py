@@ -37,6 +37,8 @@ class AnswerPlan:
     include_reasoning: bool
     formatted: bool = False
     """Whether the answer follows a grammar, which counts its white space."""
+    within: bool = False
+    """Whether the prompt has part of the reasoning."""
 
 
 class AnswerParts:
@@ -47,7 +49,7 @@ class AnswerParts:
         """Whether the last piece has been returned; further deltas are to be ignored."""
         self._text: Final = text
         self._include_reasoning = plan.include_reasoning
-        self._splitter = ReasoningSplitter(plan.opened, plan.formatted) if plan.reasons else None
+        self._splitter = ReasoningSplitter(plan.opened, plan.formatted, plan.within) if plan.reasons else None
         self._undecided: list[int] | None = [] if plan.reasons else None
         """Text offsets of tokens that may yet turn out to be reasoning; None once no further token can be."""
         self._calls = plan.calls(plan.names, plan.most_calls) if plan.calls is not None else None
@@ -77,7 +79,7 @@ class AnswerParts:
         num_reasoning_tokens = self._reasoning_tokens()
         finish_reason = self._end(whole.finish_reason)
         self.ended = finish_reason is not None
-        blank = replace(whole, text="", num_tokens=0, reports=(), finish_reason=None, token_ids=())
+        blank = replace(whole, text="", num_tokens=0, reports=(), finish_reason=None, stop_reason=None, token_ids=())
         pieces = [replace(blank, **field) for field in fields] or [blank]
         pieces[0] = replace(
             pieces[0],
@@ -87,7 +89,13 @@ class AnswerParts:
             num_reasoning_tokens=num_reasoning_tokens,
         )
         if self.ended:
-            pieces[-1] = replace(pieces[-1], finish_reason=finish_reason, tally=self._tally(), more=False)
+            pieces[-1] = replace(
+                pieces[-1],
+                finish_reason=finish_reason,
+                stop_reason=whole.stop_reason,
+                tally=self._tally(),
+                more=False,
+            )
         return pieces
 
     def _fields(self, parts: Sequence[tuple[Part, str]]) -> list[_Field]:

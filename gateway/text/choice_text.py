@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -15,6 +15,8 @@ from gateway.text.stop_strings import StopStrings, StopTables
 
 AnswerEnd: TypeAlias = FinishReason | Literal["tool_calls"]
 """Why a choice ended, as reported to the client."""
+StopReason: TypeAlias = int | str | None
+"""The token or the stop string that ended a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,9 @@ class Piece:
     """One for each token, if log probabilities were asked for."""
     finish_reason: AnswerEnd | None
     """Set on the choice's last piece."""
+    stop_reason: StopReason = None
+    """Set on the choice's last piece if a stop string ended it, or a token other than the tokenizer's end of
+    sequence."""
     reasoning: str = ""
     """Text of the model's reasoning; `text` is then empty."""
     call: CallDelta | None = None
@@ -93,18 +98,16 @@ class ChoiceText:
         stops: StopTables,
         min_tokens: int,
         echo: str = "",
-        ends_unspelt: TokenDecoder | None = None,
         num_before: int = 0,
         *,
         continues: Sequence[int] = (),
         with_token_ids: bool = False,
-        stop_token_ids: Collection[int] = (),
+        eos_token_id: int | None = None,
     ) -> None:
         """The text begins with `echo`. It continues the text of the tokens `continues`, if there are any. Stop strings
         are not looked for in `echo`, and one that is complete within the text of the first `min_tokens` tokens does not
-        count. A token that ends the choice is omitted from the text if it is one of `stop_token_ids`, or if
-        `ends_unspelt` has no text for it. `num_before` characters of the choice precede `echo` and are emitted
-        elsewhere."""
+        count. The token by which a worker ends the choice is no text; `eos_token_id` is the one that is no stop reason.
+        `num_before` characters of the choice precede `echo` and are emitted elsewhere."""
         self.choice: Final = choice
         self.ended = False
         """Whether the last piece has been returned; further deltas are to be ignored."""
@@ -114,8 +117,7 @@ class ChoiceText:
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._echo = echo
-        self._ends_unspelt = ends_unspelt
-        self._stop_token_ids = stop_token_ids
+        self._eos_token_id = eos_token_id
         self._with_token_ids = with_token_ids
         self._num_tokens = 0
         self._num_chars = num_before
@@ -132,22 +134,20 @@ class ChoiceText:
         assert not self.ended
         texts, self._echo = [self._echo], ""
         offsets: list[int] = []
-        stopped = False
+        stop: StopReason = None
         for left, token_id in enumerate(delta.token_ids, 1 - len(delta.token_ids)):
             offsets.append(self._num_chars)
             self._num_tokens += 1
-            if delta.finish_reason == "stop" and not left and self._is_unspelt(token_id):
+            if delta.finish_reason == "stop" and not left:
                 break
-            stopped = self._pass_on(self._detokenizer.push(token_id), texts)
-            if stopped:
+            stop = self._pass_on(self._detokenizer.push(token_id), texts)
+            if stop is not None:
                 break
-        if delta.finish_reason is not None and not stopped:
-            stopped = self._pass_on(self._detokenizer.flush(), texts)
-            if not stopped:
-                texts.append(self._stops.flush())
+        if delta.finish_reason is not None and stop is None:
+            stop = self._end(delta, texts)
         text = "".join(texts)
         self._num_passed += len(text)
-        finish_reason: FinishReason | None = "stop" if stopped else delta.finish_reason
+        finish_reason: FinishReason | None = delta.finish_reason if stop is None else "stop"
         self.ended = finish_reason is not None
         self.offsets = offsets
         if self.ended:
@@ -158,21 +158,26 @@ class ChoiceText:
             num_tokens=len(offsets),
             reports=_reports(delta, offsets) if delta.logprobs else (),
             finish_reason=finish_reason,
+            stop_reason=stop,
             more=delta.more and not self.ended,
             token_ids=delta.token_ids[: len(offsets)] if self._with_token_ids else (),
         )
 
-    def _is_unspelt(self, token_id: int) -> bool:
-        if token_id in self._stop_token_ids:
-            return True
-        return self._ends_unspelt is not None and not self._ends_unspelt.has_text(token_id)
+    def _end(self, delta: Delta, texts: list[str]) -> StopReason:
+        """Append the rest of the text to `texts`. Returns what ended the choice."""
+        stop = self._pass_on(self._detokenizer.flush(), texts)
+        if stop is not None:
+            return stop
+        texts.append(self._stops.flush())
+        last = delta.token_ids[-1]
+        return last if delta.finish_reason == "stop" and last != self._eos_token_id else None
 
-    def _pass_on(self, text: str, texts: list[str]) -> bool:
-        """Append the text that may be sent to `texts`. Returns whether a stop string ended the choice."""
+    def _pass_on(self, text: str, texts: list[str]) -> str | None:
+        """Append the text that may be sent to `texts`. Returns the stop string that ended the choice, if one did."""
         self._num_chars += len(text)
-        passed, stopped = self._stops.push(text, may_end=self._num_tokens > self._min_tokens)
+        passed, stop = self._stops.push(text, may_end=self._num_tokens > self._min_tokens)
         texts.append(passed)
-        return stopped
+        return stop
 
 
 def _reports(delta: Delta, offsets: Sequence[int]) -> tuple[TokenReport, ...]:

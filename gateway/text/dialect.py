@@ -70,9 +70,11 @@ class Dialect:
         """Whether the chat template has a variable of this name."""
         return re.search(rf"\b{name}\b", self.tokenizer.chat_template(with_tools=True)) is not None
 
-    def opens_reasoning(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins within the reasoning."""
-        return self.reasons and prompt.rstrip().endswith(reasoning.OPENING)
+    def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
+        """Whether an answer to this prompt begins within the reasoning. `continued` is the text of the message at the
+        end of the prompt that the answer continues, if it does."""
+        opened = prompt.rstrip().endswith(reasoning.OPENING) or reasoning.is_within(continued)
+        return self.reasons and opened
 
     def may_reason(self, prompt: str) -> bool:
         """Whether the model may reason before it answers this prompt: not if the prompt ends with closed reasoning."""
@@ -90,9 +92,10 @@ class Dialect:
         one_call: bool = False,
         include_reasoning: bool = True,
         formatted: bool = False,
+        continued: str = "",
     ) -> AnswerPlan | None:
         """The parts to look for in answers to `prompt` that may call the functions `names`; None if there are none.
-        `formatted`: the answers follow a grammar."""
+        `formatted`: the answers follow a grammar. `continued` is as in `opens_reasoning`."""
         new_calls = PARSERS[self.tool_format] if names and self.tool_format is not None else None
         if new_calls is None and not self.reasons:
             return None
@@ -103,9 +106,10 @@ class Dialect:
             names=frozenset(names),
             most_calls=1 if new_calls is not None and (one_call or self.takes_one_call) else None,
             reasons=self.reasons,
-            opened=self.opens_reasoning(prompt),
+            opened=self.opens_reasoning(prompt, continued),
             include_reasoning=include_reasoning,
             formatted=formatted,
+            within=reasoning.is_within(continued),
         )
 
 

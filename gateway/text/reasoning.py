@@ -2,9 +2,10 @@
 
     <think>\\n  reasoning  \\n</think>\\n\\n  answer
 
-The opening tag is the first text that the model writes, or the prompt ends with it. Without it the whole text is the
-answer; so is anything later that looks like reasoning. White space around both tags belongs to the tags; but of an
-answer that follows a grammar only the line ends that the grammar puts before it.
+The opening tag is the first text that the model writes, or the prompt has it: at its end, or with part of the
+reasoning. Without it the whole text is the answer; so is anything later that looks like reasoning. White space around
+both tags belongs to the tags; but of an answer that follows a grammar only the line ends that the grammar puts before
+it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ OPENING: Final = "<think>"
 CLOSING: Final = "</think>"
 GAP_LINE_ENDS: Final = 2
 """Most line ends between the closing tag and an answer that follows a grammar."""
+
+
+def is_within(text: str) -> bool:
+    """Whether a text that is to be continued ends within its reasoning, of which it has at least a word."""
+    start = text.strip()
+    return start.startswith(OPENING) and start != OPENING and CLOSING not in start
 
 
 class Part(StrEnum):
@@ -40,9 +47,9 @@ class _State(StrEnum):
 class ReasoningSplitter:
     """Splits the text of one choice."""
 
-    def __init__(self, opened: bool, formatted: bool = False) -> None:
-        """`opened`: the prompt ends with the opening tag. `formatted`: the answer follows a grammar, which counts its
-        white space."""
+    def __init__(self, opened: bool, formatted: bool = False, within: bool = False) -> None:
+        """`opened`: the prompt has the opening tag. `formatted`: the answer follows a grammar, which counts its white
+        space. `within`: the prompt has part of the reasoning, too, so that white space belongs to that."""
         self.num_reasoning_chars: float = 0
         """Leading characters of the text known to be reasoning, both tags included; infinite if all of the text is."""
         self.reasoning_over = False
@@ -51,7 +58,7 @@ class ReasoningSplitter:
         self._opened = opened
         self._gap_left = GAP_LINE_ENDS if formatted else None
         """Line ends that may still precede the answer; None for any white space."""
-        self._state = _State.BEFORE
+        self._state = _State.REASONING if within else _State.BEFORE
         self._space: list[str] = []
         """White space held back until the text after it is known."""
         self._tail = ""

@@ -32,37 +32,36 @@ class StopStrings:
         self._held = ""
         """The end of the text that is held back; its length is that of the longest partial match."""
 
-    def push(self, text: str, may_end: bool = True) -> tuple[str, bool]:
-        """Take more text. Returns the text to pass on, and whether a stop string ended it; if so, do not call again.
-        Unless `may_end`, a stop string that is complete within `text` is text like any other."""
+    def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
+        """Take more text. Returns the text to pass on, and the stop string that ended it; if there is one, do not call
+        again. Unless `may_end`, a stop string that is complete within `text` is text like any other."""
         if not self._stops:
-            return text, False
+            return text, None
         known = self._held + text
         for end in range(len(self._held) + 1, len(known) + 1):
-            length = self._advance(known[end - 1])
-            if length and may_end:
+            complete = self._advance(known[end - 1])
+            if complete is not None and may_end:
                 self._held = ""
-                return known[: end - length], True
+                return known[: end - len(complete)], complete
         keep = len(known) - max(self._matched)
         self._held = known[keep:]
-        return known[:keep], False
+        return known[:keep], None
 
     def flush(self) -> str:
         """End the text, and return what was held back, which is no stop string."""
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, char: str) -> int:
-        """Advance every automaton by one character. Returns the length of the longest stop string that ends here, or
-        0."""
-        complete = 0
+    def _advance(self, char: str) -> str | None:
+        """Advance every automaton by one character. Returns the longest stop string that ends here, if one does."""
+        complete: str | None = None
         for index, (stop, fallbacks) in enumerate(zip(self._stops, self._fallbacks, strict=True)):
             matched = self._matched[index]
             while matched and stop[matched] != char:
                 matched = fallbacks[matched - 1]
             matched += stop[matched] == char
             if matched == len(stop):
-                complete = complete or matched
+                complete = complete or stop
                 matched = fallbacks[-1]
             self._matched[index] = matched
         return complete

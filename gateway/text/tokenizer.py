@@ -101,6 +101,8 @@ class ModelTokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values()) + 1
         """Largest token id plus 1, added tokens included."""
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        """The end-of-sequence token, if there is one. The model may have others, too."""
         added = self._backend.get_added_tokens_decoder()
         self._added = {token.content: index for index, token in added.items()}
         special = {index for index, token in added.items() if token.special}

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any, Final
 
 from aiohttp import web
 
 GOODBYE_S: Final = 2.0
 """Seconds for told requests to report the end to clients that read; `aiohttp` grants it twice."""
+_LOG = logging.getLogger(__name__)
 
 
 class Ending:
@@ -23,6 +25,8 @@ class Ending:
         """Open requests, and connections that are held."""
         self._told: set[asyncio.Task[Any]] = set()
         """Members of `_open` that were cancelled and have not asked for the reason yet."""
+        self._num_done = 0
+        """Followed requests that are done."""
         self._has_failed = False
         self._over = asyncio.Event()
         """Set while nothing is to be waited for: `_open` is empty, or a part of the gateway has failed."""
@@ -63,16 +67,22 @@ class Ending:
         return True
 
     async def wait(self, grace_s: float) -> None:
-        """Return once nothing is open, after `grace_s`, or at `fail`; requests left then are cancelled."""
+        """Return once nothing is open, after `grace_s`, or at `fail`; requests left then are cancelled.
+
+        The log has the totals, because nobody can ask the gateway for its metrics any more."""
+        num_before = self._num_done
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._over.wait()
-        for task in self._open:
-            if isinstance(task, asyncio.Task):
-                self._told.add(task)
-                task.cancel()
+        left = [each for each in self._open if isinstance(each, asyncio.Task)]
+        for task in left:
+            self._told.add(task)
+            task.cancel()
+        num_ended = self._num_done - num_before
+        _LOG.info("requests that have ended in the grace period: %d; cut off: %d", num_ended, len(left))
 
     def _done(self, task: asyncio.Task[Any]) -> None:
+        self._num_done += 1
         self._told.discard(task)
         self.release(task)
 

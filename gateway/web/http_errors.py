@@ -69,13 +69,16 @@ class ApiError(BatonError):
 
     def response(self, retry_after_s: float, headers: dict[str, str] | None = None) -> web.Response:
         """The error as a response. A client that may retry is told after how many seconds: the error's own number, or
-        else `retry_after_s`."""
+        else `retry_after_s`. OpenAI's clients, which repeat a request after any status from 500 on, are told not to
+        repeat one that crashes workers."""
         headers = dict(headers or {})
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in _RETRYABLE:
             wait_s = retry_after_s if self.retry_after_s is None else self.retry_after_s
             headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+        if self.code == Cause.POISON:
+            headers["x-should-retry"] = "false"
         return web.Response(
             status=self.status, text=json.dumps(self.body()), content_type="application/json", headers=headers
         )

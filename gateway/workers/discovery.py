@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ LONGEST_LOOKUP_S: Final = 15.0
 """Longest time that a list waits for the lookup of a name."""
 _SHORTEST_ROUND_S: Final = 1.0
 """Least seconds between two lists of a source whose `changes` ends at once."""
+_NO_ADDRESSES: Final = (socket.EAI_NONAME, socket.EAI_NODATA)
+"""Errors of a lookup that are the name server's answer: there is no such name, or it has no IPv4 addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,12 @@ def _worded(endpoint: Endpoint) -> str:
 
 
 class DnsSource:
-    """All IPv4 addresses of a DNS name: of a headless Service, or any other name with several."""
+    """All IPv4 addresses of a DNS name: of a headless Service, or any other name with several.
+
+    A name that has had addresses and now has none is an empty list, as that of a Service without ready pods. The first
+    such answer changes nothing: a Service that is made again, or a name server that starts, may give it for a moment.
+    The second one, a period later, is taken. Before the first address it is an error, like a wrong name.
+    """
 
     def __init__(self, host: str, port: int, period_s: float, resolver: Resolver) -> None:
         """The name is resolved again every `period_s`."""
@@ -146,13 +154,25 @@ class DnsSource:
         self._host = host
         self._port = port
         self._period_s = period_s
+        self._last: Collection[Endpoint] | None = None
+        """The last list; None before the first address."""
+        self._had_none = False
+        """Whether the last answer of a name server was that there are no addresses."""
 
     async def list_once(self) -> Collection[Endpoint]:
         try:
             found = await self._resolver.find_all(self._host)
         except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
-            raise SourceError(f"{self._host} does not resolve: {error!r}") from error
-        return [Endpoint(address=f"{host}:{self._port}") for host in sorted(found)]
+            is_answer = isinstance(error, socket.gaierror) and error.errno in _NO_ADDRESSES
+            if self._last is None or not is_answer:
+                raise SourceError(f"{self._host} does not resolve: {error!r}") from error
+            if self._had_none:
+                self._last = ()
+            self._had_none = True
+            return self._last
+        self._had_none = False
+        self._last = [Endpoint(address=f"{host}:{self._port}") for host in sorted(found)]
+        return self._last
 
     async def changes(self, tell: Callable[[Collection[Endpoint]], None]) -> None:
         await asyncio.sleep(self._period_s)

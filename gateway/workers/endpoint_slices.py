@@ -34,25 +34,39 @@ _EXPIRED: Final = 410
 """Status for a watch whose start version no longer exists."""
 _ADDRESS_TYPE: Final = "IPv4"
 """Address type of the slices that are used. With both IP families, slices of each type list all endpoints."""
+_READ_BYTES: Final = 2**21
+"""Most bytes of an answer that are buffered. An event of a watch, up to 1.5 MiB, is a line, and must fit."""
 
 
 async def open_api(namespace: str | None) -> tuple[client.ApiClient, str]:
     """A client of the API server, and the namespace to use.
 
-    In a pod the client uses its service account, elsewhere `kubectl`'s configuration (`KUBECONFIG`). The default
-    namespace is the pod's own, elsewhere `default`. Raises `OperatorError`.
+    In a pod the client uses its service account, and asks the API server past any proxy; elsewhere it uses `kubectl`'s
+    configuration (`KUBECONFIG`). The default namespace is the pod's own, elsewhere `default`. Raises `OperatorError`.
     """
     settings = client.Configuration()
-    own = "default"
+    own, in_pod = "default", "KUBERNETES_SERVICE_HOST" in os.environ
     try:
-        if "KUBERNETES_SERVICE_HOST" in os.environ:
+        if in_pod:
             config.load_incluster_config(client_configuration=settings)
             own = _NAMESPACE_FILE.read_text().strip()
         else:
             await config.load_kube_config(client_configuration=settings)
     except (config.ConfigException, OSError) as error:
         raise OperatorError(f"cannot find the Kubernetes API server: {error}") from error
-    return client.ApiClient(settings), namespace or own
+    api = client.ApiClient(settings)
+    if in_pod:
+        _ignore_proxies(api)
+    return api, namespace or own
+
+
+def _ignore_proxies(api: client.ApiClient) -> None:
+    """Give the client a session that does not read `HTTPS_PROXY`. `NO_PROXY` is no remedy: for a cluster it has
+    networks (`10.0.0.0/8`), which the client does not know."""
+    session = api.rest_client.pool_manager
+    connector = session.connector
+    session.detach()
+    api.rest_client.pool_manager = aiohttp.ClientSession(connector=connector, read_bufsize=_READ_BYTES)
 
 
 class EndpointSliceSource:

@@ -127,6 +127,32 @@ class WorkerView:
         num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
         return self.blocks_expected + num_blocks <= self.load.blocks_total
 
+    def described(self) -> dict[str, object]:
+        """What operators and the dashboard are told of it; JSON values only."""
+        load = self.load
+        said = load or self.welcome
+        return {
+            "id": self.address,
+            "role": self.role.value,
+            "profile": self.profile.value if self.role is Role.DECODE and self.welcome else None,
+            "connected": self.incarnation is not None,
+            "usable": self.usable,
+            "phase": said.phase.value if said else None,
+            "safe_to_delete": load is not None and load.phase is Phase.DRAINED,
+            "refused": self.refused,
+            "stalled": self.stalled,
+            "restarts": self.restarts,
+            "transport": self.welcome.transport if self.welcome else None,
+            "in_flight": self.in_flight,
+            "running": load.running if load else None,
+            "waiting": load.waiting if load else None,
+            "queued_tokens": sum(load.queued_tokens) if load else None,
+            "blocks_used": load.blocks_used if load else None,
+            "blocks_total": load.blocks_total if load else None,
+            "prompt_tokens": load.prompt_tokens if load else None,
+            "output_tokens": load.output_tokens if load else None,
+        }
+
     def forget_given(self) -> None:
         """Forget the work given and the sequences gone, because counting starts anew."""
         self.unseen.clear()

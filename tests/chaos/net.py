@@ -54,6 +54,11 @@ class Host:
         _run("ip", "-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
         self.cuts.append(("ip", "-n", self.name, "route", "del", "blackhole", f"{other.address}/32"))
 
+    def reaches(self, other: Host) -> bool:
+        """Whether it has a route to another host."""
+        asked = subprocess.run(("ip", "-n", self.name, "route", "get", other.address), capture_output=True, check=False)
+        return asked.returncode == 0
+
     def reset(self, *which: str) -> int:
         """Every TCP connection of it breaks, or those that `ss` finds by `which`; new ones can be made. How many there
         were."""

@@ -1,7 +1,8 @@
 """Every fault, in every state of the handoff, to either worker: the stream goes on with the same tokens.
 
 Each state is reached by a gate (`chaos.staged_worker`), not by luck, and each fault is checked to have happened. The
-answers are compared with those of the same workers before anything has happened to them.
+answers are compared with those of the same workers before anything has happened to them, and what is computed and tried
+again with what docs/faults.md says.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avo
 from chaos.client import Outcome, ask
 from chaos.theatre import CHUNK, FAULTS, PULSE, RANK_FAULTS, Actor, Theatre, begun_anew_if_collapsed, theatre
 from common.contract.errors import Cause
+from common.contract.messages.fields import Message
+from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Role
+from gateway.dispatch.broken_paths import BrokenPaths
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import GenerationFailed
 from gateway.workers.registry import Registry
 
 STATES = ("queued", "mid-chunk", "offered", "pulling", "settling", "running", "finishing")
+UNTIL_PULLED, UNTIL_SETTLED = STATES[:4], STATES[:5]
 IN_SHORT = {"freeze": STATES, "kill": ("mid-chunk", "pulling", "settling", "running")}
 """What is in `make test`: these, and every fault while a sequence runs."""
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 20, "seed": 5}
 MOVING_IN_SHORT = (("kill", "cut", "source"), ("freeze", "moving", "sink"), ("part", "moving", "source"))
 GATEWAYS_IN_SHORT = (("kill", "pulling"), ("freeze", "running"))
+COMPUTED = "baton_prompt_tokens_computed_total"
 NUM_BLOCKS = 64
 PROMPT = prompt(1, 5 * CHUNK + 7)
 FILLER = prompt(2, 8 * CHUNK + 3)
@@ -147,6 +153,7 @@ async def settled(stage: Theatre, dispatcher: Dispatcher, registry: Registry) ->
         if any(actor.process.popen.poll() is not None for actor in stage.actors):
             await recovered(stage, dispatcher, registry)
             in_a_row = 0
+        dispatcher.placement._router.paths = BrokenPaths()  # what has failed is tried again at once
 
 
 @asynccontextmanager
@@ -171,6 +178,50 @@ async def happening(
         befalls.end(victim)
     if fault == "freeze":
         holder.open(name)  # it wakes, and goes on where it was
+
+
+class Effects:
+    """What a fault leads to beside the tokens, counted from the making of this on."""
+
+    def __init__(self, stage: Theatre, dispatcher: Dispatcher) -> None:
+        self._actors, self._others = stage.actors, (stage.p1, stage.p2, stage.d2)
+        self._failures, self._links = dispatcher.recovery.tally.failures, dispatcher.links
+        self._num_failures, self._num_lost = self._failures.total(), self._links._traffic().sessions_lost
+        self._num_computed, self._num_prompts = self._computed(), 0
+        self._send = dispatcher.links.send
+        dispatcher.links.send = self._count  # type: ignore[method-assign]
+
+    def _count(self, address: str, message: Message) -> int | None:
+        """Send, and count the prompts that workers are given to compute."""
+        self._num_prompts += isinstance(message, Prefill) or (isinstance(message, Decode) and message.source is None)
+        return self._send(address, message)
+
+    def _computed(self) -> float:
+        """Prompt tokens that workers other than D1 have computed."""
+        return sum(actor.process.metric(COMPUTED) for actor in self._others)
+
+    def check(self, fault: str, state: str, role: Role) -> None:
+        """They are those of docs/faults.md, unless UCX has ended a worker meanwhile, which is another fault."""
+        if any(actor.aborted_by_ucx() for actor in self._actors):
+            return
+        num_failures = self._failures.total() - self._num_failures
+        num_lost = self._links._traffic().sessions_lost - self._num_lost
+        if fault == "slow":
+            assert (num_failures, num_lost) == (0, 0), "it is only slow"
+        if fault == "part":
+            assert num_lost == 0, "the gateway reaches both"
+            if role is Role.PREFILL and state in UNTIL_SETTLED:
+                assert num_failures > 0, "the decode worker hears nothing from its source"
+        if role is Role.DECODE and state in UNTIL_PULLED and fault in ("kill", "freeze", "cut"):
+            self._check_computed(state)
+
+    def _check_computed(self, state: str) -> None:
+        """D1 has failed, and no prompt was computed again but that of a filler that ran there."""
+        prompts = [PROMPT, *{"queued": [FILLER], "offered": [BIG_FILLER]}.get(state, [])]
+        filler_ran = state == "offered"
+        assert self._num_prompts == len(prompts) + filler_ran
+        if not filler_ran:
+            assert self._computed() - self._num_computed == sum(map(len, prompts))
 
 
 async def recovered(stage: Theatre, dispatcher: Dispatcher, registry: Registry) -> None:
@@ -205,9 +256,11 @@ async def test_the_stream_goes_on(stage: Theatre, references: References, fault:
             await settled(stage, dispatcher, registry)
             loads = registry.workers.values()
             await until(lambda: all(worker.load is not None for worker in loads), "a worker tells nothing")
+            effects = Effects(stage, dispatcher)
             tasks, gate = await reached(state, stage, ask)
             async with happening(stage, registry, fault, stage.p1 if role is Role.PREFILL else stage.d1, gate):
                 answers = await asyncio.gather(*tasks)
+            effects.check(fault, state, role)
         if len(tasks) > 1:
             filler = FILLER if state == "queued" else BIG_FILLER
             expected.append(await references(f"{how} filler of {state}", ask, filler))

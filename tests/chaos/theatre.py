@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from stack import BLOCK_SIZE, Process, Workers, ranks_of, until, wait_until
 
-from chaos.net import Host, hosts
+from chaos.net import HERE, Host, hosts
 from common.contract.messages.session import Role
 from common.engine.ranks import EXIT_RANK_LOST
 from gateway.dispatch.dispatcher import Dispatcher
@@ -122,6 +122,14 @@ class Actor:
         state = self.process.get("/ready")
         assert isinstance(state, dict)
         return state
+
+
+def staged(role: Role, folder: Path, scratch: Path, *options: str) -> Actor:
+    """A worker on this host that stops at gates, on its way to being ready."""
+    options = (role.value, "--model", str(folder), "--num-threads", "1", *options)
+    actor = Actor(role, HERE, options, {}, scratch / "stage")
+    actor.start()
+    return actor
 
 
 class Theatre:
@@ -372,7 +380,10 @@ class Assignment(Cut):
     silences = False
 
     def begin(self, actor: Actor) -> None:
-        actor.host.cut_from(actor.partner.host)
+        there = actor.partner.host
+        assert actor.host.reaches(there)
+        actor.host.cut_from(there)
+        assert not actor.host.reaches(there), "packets go there still"
 
 
 class Reset(Fault):

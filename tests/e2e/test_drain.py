@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.net import HERE
-from chaos.theatre import Actor
+from chaos.theatre import Actor, staged
 from checkpoints import make_checkpoint
 from stack import (
     BLOCK_BYTES,
@@ -85,14 +84,6 @@ class Stage:
     def serves(self) -> bool:
         """Whether both decode workers do."""
         return all(process.get("/ready")["phase"] == "serving" for process in self.workers.decode)
-
-
-def staged(role: Role, folder: Path, scratch: Path, *options: str) -> Actor:
-    """A worker that stops at gates, on its way to being ready."""
-    options = (role.value, "--model", str(folder), "--num-threads", "1", *options)
-    actor = Actor(role, HERE, options, {}, scratch / "stage")
-    actor.start()
-    return actor
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,17 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from chaos.theatre import staged
 from served import Stack
-from stack import Process, Workers, answer, avoided, generation, prompt, until
+from stack import KV_CACHE, Process, Workers, answer, avoided, generation, prompt, until
 
-from common.contract.messages.session import Profile
+from common.contract.errors import Cause
+from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Target, Tier
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Generation
@@ -96,18 +99,25 @@ async def test_a_worker_that_bounds_its_batch_serves_everybody(main_pool: Worker
 
 
 @pytest.mark.parametrize("lost", Profile)
-async def test_answers_go_on_with_the_other_profile_when_a_worker_dies(main_pool: Workers, lost: Profile) -> None:
+async def test_answers_go_on_with_the_other_profile_when_a_worker_dies(
+    main_pool: Workers, tmp_path: Path, lost: Profile
+) -> None:
     """In the middle of its streams; the tokens are those that they would have been."""
     async with main_pool.dispatcher() as dispatcher:
         expected = await ask(dispatcher, works("main"))
-    workers = Workers.start(main_pool.folder, decode=2, decode_options=BOTH)
+    options = dict(zip(Profile, BOTH, strict=True))
+    victim = staged(Role.DECODE, main_pool.folder, tmp_path, *KV_CACHE, *options.pop(lost))
+    workers = Workers.start(main_pool.folder, decode_options=list(options.values()))
     try:
+        victim.ready()
+        workers.decode.append(victim.process)
         async with workers.dispatcher(targets=TARGETS, timeout_s=5.0) as dispatcher:
+            victim.close("step", skip=3)  # no answer has all of its tokens after so few steps, whatever is drafted
             asked = asyncio.create_task(ask(dispatcher, works("own")))
-            victim = of(workers, lost)
-            await until(lambda: victim.get("/ready")["running"] > 0 or asked.done(), "nothing runs there")
-            victim.kill()
+            await until(lambda: victim.waiting("step") == 1, "nothing runs there")
+            victim.process.kill()
             assert await asked == expected
+            assert dispatcher.recovery.tally.failures[Cause.WORKER_LOST] > 0
         workers.wait_for_baseline()
     finally:
         workers.signal()

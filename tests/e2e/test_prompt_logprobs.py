@@ -26,7 +26,7 @@ from common.contract.messages.session import Role
 from common.contract.messages.worker import Cancelled, Failed, Finished, PromptLogprobs, Tokens
 from common.contract.sampling import SamplingParams
 from common.engine.batch import InvalidLogitsError
-from common.engine.engine import Engine
+from common.engine.runner import Submitted
 from common.runtime.checkpoint import config_hash
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatch.dispatcher import Dispatcher
@@ -111,7 +111,7 @@ async def test_who_is_aborted_in_mid_prompt_tells_no_more_and_holds_nothing(
 async def test_what_is_not_a_number_fails_the_request_and_holds_nothing(
     role: Role, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "scores", staticmethod(lambda step: [InvalidLogitsError("not numbers")]))
+    monkeypatch.setattr(Submitted, "scores", lambda submitted: [InvalidLogitsError("not numbers")])
     async with AsyncExitStack() as stack:
         tested, _, at, _ = await stack.enter_async_context(worker(role, checkpoint("llama"), **SIZES[role]))
         gateway, link = await stack.enter_async_context(gateway_of(at))

@@ -11,15 +11,31 @@ from typing import Any
 
 import pytest
 import torch
+from chaos.theatre import staged
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
-from stack import BLOCK_BYTES, FEW, Process, Workers, answer, generation, logprobs_of, prompt, until
+from stack import (
+    BLOCK_BYTES,
+    FEW,
+    KV_CACHE,
+    Process,
+    Workers,
+    answer,
+    avoided,
+    generation,
+    logprobs_of,
+    prompt,
+    until,
+)
 
 from common.contract.errors import Cause
+from common.contract.messages.session import Role
 from gateway.serving.generation import Generation, GenerationFailed
 from gateway.serving.waterfall import Waterfall
 
 Pool = Callable[..., Workers]
+NUM_BEFORE = 40
+"""Steps of a worker before it goes away, amid answers of 700 tokens: a step gives a sequence five at most."""
 
 
 def works(stop_token: int) -> list[Generation]:
@@ -182,27 +198,38 @@ async def test_drafts_change_nothing_where_a_worker_goes_away(
         expected = await asyncio.gather(*(answer(dispatcher, work) for work in asked))
     drafts = ["--speculation", proposer, "--draft-tokens", "4"]
     drafts += ["--draft-model", str(draft_model("similar", checkpoint, tmp_path))] if proposer == "draft" else []
-    workers = Workers.start(checkpoint("llama"), decode=2, options=("--checksums",), decode_options=drafts)
+    leaving = staged(Role.DECODE, main_pool.folder, tmp_path, "--checksums", *KV_CACHE, *drafts)
+    workers = Workers.start(main_pool.folder, options=("--checksums",), decode_options=drafts)
+    [staying] = workers.decode
 
     def num_right(worker: Process) -> float:
         return worker.metric("baton_draft_tokens_accepted_total", proposer=proposer)
 
     try:
-        async with workers.dispatcher(timeout_s=3.0) as dispatcher:
-            answers = [asyncio.create_task(answer(dispatcher, work)) for work in asked]
-            await until(lambda: max(map(num_right, workers.decode)) > 20, "nothing is drafted that is right")
-            staying, leaving = sorted(workers.decode, key=num_right)
+        leaving.ready()
+        workers.decode.append(leaving.process)
+        registry = workers.registry()
+        async with workers.dispatcher(registry, timeout_s=3.0) as dispatcher:
+            leaving.close("step", skip=NUM_BEFORE)
+            with avoided(registry, staying):
+                answers = [asyncio.create_task(answer(dispatcher, work)) for work in asked]
+                await until(lambda: leaving.waiting("step") == 1, "nothing runs there")
+            assert num_right(leaving.process) > 20, "nothing is drafted that is right"
+            assert num_right(staying) == 0
             if fault == "kill":
-                leaving.kill()
+                leaving.process.kill()
             else:
-                assert dispatcher.links.tell(leaving.facts["control"], drain=True)
-            before = num_right(staying)
+                assert dispatcher.links.tell(leaving.address, drain=True)
+                await until(lambda: leaving.state()["parked"] > 0, "nobody wants the sequences")
+                leaving.open("step")
             got = await asyncio.gather(*answers)
-            moves = dict(dispatcher.recovery.tally.moves)
+            tally = dispatcher.recovery.tally
         assert [(each.tokens, each.reasons) for each in got] == [(each.tokens, each.reasons) for each in expected]
         if fault == "drain":
-            assert moves["moved"] > 0
-        assert num_right(staying) > before + 20, "nothing is drafted of those that came"
+            assert tally.moves["moved"] > 0
+        else:
+            assert tally.failures[Cause.WORKER_LOST] >= len(asked)
+        assert num_right(staying) > 20, "nothing is drafted of those that came"
         workers.wait_for_baseline()
     finally:
         workers.signal()

@@ -12,10 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from chaos.theatre import staged
 from checkpoints import FAMILIES
 from served import Stack
-from stack import BLOCK_BYTES, Workers, answer, generation, logprobs_of, prompt, ranks_of, until, wait_until
+from stack import BLOCK_BYTES, KV_CACHE, Workers, answer, generation, logprobs_of, prompt, ranks_of, until, wait_until
 
+from common.contract.errors import Cause
+from common.contract.messages.session import Role
 from common.engine.ranks import EXIT_RANK_LOST
 from gateway.serving.generation import Generation
 
@@ -88,36 +91,42 @@ async def test_answers_are_those_of_workers_of_one_rank(
 @pytest.mark.parametrize(
     ("role", "number"),
     [
-        ("prefill", signal.SIGSTOP),
-        ("decode", signal.SIGKILL),
-        pytest.param("prefill", signal.SIGKILL, marks=pytest.mark.widths),
-        pytest.param("decode", signal.SIGSTOP, marks=pytest.mark.widths),
+        (Role.PREFILL, signal.SIGSTOP),
+        (Role.DECODE, signal.SIGKILL),
+        pytest.param(Role.PREFILL, signal.SIGKILL, marks=pytest.mark.widths),
+        pytest.param(Role.DECODE, signal.SIGSTOP, marks=pytest.mark.widths),
     ],
 )
 async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
-    main_pool: Workers, checkpoint: Callable[[str], Path], role: str, number: signal.Signals
+    main_pool: Workers, tmp_path: Path, role: Role, number: signal.Signals
 ) -> None:
+    """In the middle of a prompt, or of streams."""
     works = [generation(prompt(index, 300), max_tokens=300, ignore_eos=True) for index in range(6)]
     async with main_pool.dispatcher() as dispatcher:
         expected = await asyncio.gather(*(answer(dispatcher, work) for work in works))
-    wide = ("--tensor-parallel", "2")
+    wide, chunks = ("--tensor-parallel", "2"), ("--chunk-size", "64")
+    own = {Role.PREFILL: (*chunks, *wide), Role.DECODE: wide}[role]
+    actor = staged(role, main_pool.folder, tmp_path, "--checksums", *KV_CACHE, *own)
     workers = Workers.start(
-        checkpoint("llama"),
-        prefill=2,
-        decode=2,
+        main_pool.folder,
+        prefill=1 if role is Role.PREFILL else 2,
+        decode=1 if role is Role.DECODE else 2,
         options=("--checksums",),
-        prefill_options=("--chunk-size", "64", *(wide if role == "prefill" else ())),
-        decode_options=[wide, wide] if role == "decode" else [(), ()],
+        prefill_options=own if role is Role.PREFILL else chunks,
+        decode_options=own if role is Role.DECODE else (),
     )
-    lost = (workers.prefill if role == "prefill" else workers.decode)[0]
-    [rank] = ranks_of(lost.popen.pid)
     try:
+        actor.ready()
+        lost = actor.process
+        (workers.prefill if role is Role.PREFILL else workers.decode).append(lost)
+        [rank] = ranks_of(lost.popen.pid)
         async with workers.dispatcher(timeout_s=3.0) as dispatcher:
+            actor.close("step", skip=3)  # of the five chunks of a prompt
             answers = [asyncio.create_task(answer(dispatcher, work)) for work in works]
-            name = "baton_prompt_tokens_computed_total" if role == "prefill" else "baton_tokens_generated_total"
-            await until(lambda: lost.metric(name) > 20, "it computes nothing")
+            await until(lambda: actor.waiting("step") == 1, "it computes nothing")
             os.kill(rank, number)
             got = await asyncio.gather(*answers)
+            assert dispatcher.recovery.tally.failures[Cause.WORKER_LOST] > 0
         assert [each.tokens for each in got] == [each.tokens for each in expected]
         assert await asyncio.to_thread(lost.popen.wait, 20) == EXIT_RANK_LOST
         assert any("the worker ends" in line for line in lost.log), lost.log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the compiler keeps what it makes."""
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(scope="module")
+def binaries(folder: Path) -> list[dict[str, Any]]:
     """Of every case, compiled afresh."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    command = [sys.executable, str(Path(__file__).with_name("compile_cases.py"))]
+    environment |= {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).with_name("compile_cases.py")), str(folder)]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     figures: list[dict[str, Any]] = json.loads(made.stdout)
@@ -67,6 +74,43 @@ def test_products_have_the_tensor_cores(binaries: list[dict[str, Any]]) -> None:
         elif each["kernel"] == "prefill":
             expected = of_prefill[each["capability"]] if each["dtype"] == "bfloat16" else "mma.sync"
             assert each["products"] == expected, each
+
+
+REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+) : i32.*?\n(.*?)\}\) : \(tensor<([\dx]+)x\w+', re.DOTALL)
+"""A reduction in Triton's language for GPUs: its axis, what it does with two elements, and the shape that it takes."""
+
+
+def reductions(folder: Path, kernel: str) -> list[tuple[str, int]]:
+    """Of each binary of a kernel: what it does with two elements, and how many it makes one."""
+    found = []
+    for path in folder.rglob(f"_{kernel}.ttgir"):
+        for axis, body, shape in REDUCTION.findall(path.read_text()):
+            [operation] = re.findall(r"= arith\.(\w+)", body)
+            found.append((operation, int(shape.split("x")[int(axis)])))
+    return found
+
+
+@pytest.mark.usefixtures("binaries")
+def test_a_batch_invariant_sum_has_no_order_that_a_layout_decides(folder: Path) -> None:
+    """Threads hold a tile of 16 rows in other parts than one of 128, and `tl.sum` adds the parts. Two numbers have one
+    sum. The same kernels without `--batch-invariant` add all keys of a tile at once, so this would see it."""
+    for kernel in ("decode", "prefill", "combine"):
+        sums = {num for operation, num in reductions(folder / "invariant", kernel) if operation == "addf"}
+        assert sums == ({1} if kernel == "combine" else {2}), kernel
+        others = {num for operation, num in reductions(folder / "others", kernel) if operation == "addf"}
+        assert max(others) >= 16, kernel
+
+
+@pytest.mark.usefixtures("binaries")
+def test_whether_a_batch_invariant_sum_is_rounded_twice_is_not_left_to_the_compiler(folder: Path) -> None:
+    """Of a multiplication and an addition it makes one instruction, or not, as it finds them. So the only additions are
+    those of keys. Products of float32 have some of their own."""
+    for kernel in ("decode", "prefill"):
+        texts = [path.read_text() for path in (folder / "invariant").rglob(f"_{kernel}.ttgir")]
+        of_16_bits = [text for text in texts if "xbf16" in text]
+        assert of_16_bits
+        for text in of_16_bits:
+            assert text.count("arith.addf") == sum("arith.addf" in body for _, body, _ in REDUCTION.findall(text))
 
 
 @pytest.mark.parametrize("product", products.MODELS["llama-3-8b"], ids=str)

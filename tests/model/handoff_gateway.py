@@ -133,7 +133,7 @@ class Gateway:
         found = self.flow.attempts.find(message.key, address)
         if found is not None:
             self.do(self.flow.on_message(*found, message))
-        elif (want := self.flow.offered(message.key, address)) is not None:
+        elif (want := self.flow.wants.find(message.key, address)) is not None:
             self.do(self.flow.on_offer(want, message))
 
     def take(self, address: str, handle: Handle, position: int, token_id: int) -> None:
@@ -153,13 +153,7 @@ class Gateway:
         return tuple(self.flow.keys_at(address))
 
     def on_resync(self, link: Link, known: tuple[RequestKey, ...]) -> None:
-        for attempt, part in self.flow.attempts.at(link.address):
-            if part.key in link.listed:
-                self.do(self.flow.on_resync(attempt, part, known=part.key in known))
-        for key in self.flow.keys_at(link.address):
-            want = self.flow.offered(key, link.address)
-            if want is not None and key in link.listed and key not in known:
-                self.do(self.flow.offer_unknown(want))
+        self.do(self.flow.on_resync(link.address, set(link.listed), set(known)))
 
     def on_lost(self, address: str, *, crashed: bool) -> None:
         self.lives.pop(address, None)

@@ -55,7 +55,8 @@ from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 from decode_worker.running_batch import RunningBatch
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequences import Sequences
-from decode_worker.steps import DecodePlan, DecodeSteps
+from decode_worker.step import Step
+from decode_worker.steps import DecodeSteps
 from decode_worker.swap_space import SwapSpace
 from decode_worker.view import DecodeTotals
 from gateway.serving import generation
@@ -185,7 +186,6 @@ _NO_DIFFERENCE: dict[type, str] = {
     Agenda: "now _due _actions _deciding",
     Attempt: "generation _tally",
     DecodeCore: "settings engine totals _policy",
-    DecodePlan: "number decoding",
     DecodeRequest: "chain order story deadline",
     DecodeScheduler: "_pool _policy",
     Entrance: "_pool _policy _costs _num_orders _looked_at num_prefix_queried num_prefix_hit",
@@ -206,6 +206,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     Arrivals: "_pool _policy num_tail_blocks",
     Departures: "_pool num_moved",
     Sequences: "_pool _policy",
+    Step: "number decoding",
     SwapSpace: "_policy _costs num_swapped",
     Read: "read_id",
     Worker: "num_drawn sent runs_ahead",

@@ -26,12 +26,11 @@ from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Role, Welcome
 from common.contract.messages.worker import CacheEvents, Timings, TokenScores, Trial
-from common.engine.batch import Chosen, SampledToken, Slice
+from common.engine.batch import Chosen, SampledToken, Slice, StepResult
 from common.runtime.config import DecodeSettings, PrefillSettings
 from common.scheduling.costs import Costs
 from common.worker.events import (
     Action,
-    Compute,
     Event,
     HelloReceived,
     PeerLost,
@@ -247,9 +246,13 @@ class Worker:
                 block, slot = each.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
                 self.memory[block] = (*self.memory[block][:slot], position, *self.memory[block][slot + 1 :])
         decoded = [token(sample.position) for each in slices_of(work.decodes) for sample in each.samples]
-        chosen = None if work.decodes is None else Chosen(decoded, {})
-        outcomes = [tuple(SampledToken(token(sample.position)) for sample in each.samples) for each in work.slices]
-        self._happens(StepEnded(work, chosen, outcomes, [TokenScores() for _ in outcomes], (), 0.0))
+        result = StepResult(
+            outcomes=[tuple(SampledToken(token(sample.position)) for sample in each.samples) for each in work.slices],
+            scores=[TokenScores() for _ in work.slices],
+            chosen=Chosen(decoded, {}),
+            duration_s=0.0,
+        )
+        self._happens(StepEnded(work, result, ()))
 
     def end_read(self, index: int, brought: tuple[Block, ...]) -> None:
         """A read ends: it has brought what was in the source's blocks at this moment."""
@@ -298,9 +301,9 @@ class Worker:
                     pass
                 case Send() | SendToSource() | Connect():
                     self.sent.append(action)
-                case Compute(work):
-                    self.steps.append(work)
-                    for each in slices_in(work) if len(self.steps) == 1 else ():
+                case PlannedStep():
+                    self.steps.append(action)
+                    for each in slices_in(action) if len(self.steps) == 1 else ():
                         self._verify(each)
                 case StartRead(read_id, source, source_blocks, sink_blocks, _):
                     fenced = source not in self.agents

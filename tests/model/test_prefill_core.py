@@ -15,9 +15,19 @@ from common.contract.messages.gateway import Abort, Drain, Prefill, PrefixHint, 
 from common.contract.messages.handoff import Attach, Detach, OfferWithdrawn
 from common.contract.messages.worker import Failed, TokenScores
 from common.contract.sampling import SamplingParams
-from common.engine.batch import InvalidLogitsError, SampledToken
+from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, StepResult
 from common.scheduling.costs import Costs
-from common.worker.events import Compute, DrainWanted, HelloReceived, Received, StepEnded, StepWanted, Ticked
+from common.worker.events import (
+    Action,
+    DrainWanted,
+    HelloReceived,
+    PeerLost,
+    PlannedStep,
+    Received,
+    StepEnded,
+    StepWanted,
+    Ticked,
+)
 from kv_transfer.events import Send, SourceOpened
 from prefill_worker.core import PrefillCore
 from prefill_worker.view import heartbeat, metrics
@@ -65,8 +75,15 @@ def test_a_worker_that_is_leaving_does_not_take_work_again(drained_before: bool)
 
 def planned(core: PrefillCore) -> list[int]:
     """Numbers of tokens of the next step."""
-    steps = [each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, Compute)]
-    return [len(each.token_ids) for step in steps for each in step.work.slices]
+    steps = [each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, PlannedStep)]
+    return [len(each.token_ids) for step in steps for each in step.slices]
+
+
+def compute(core: PrefillCore, sampled: Sampled) -> list[Action]:
+    """Plan a step of one slice, and end it with this outcome; what follows."""
+    (step,) = (each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, PlannedStep))
+    result = StepResult(outcomes=[(sampled,)], scores=[TokenScores()], chosen=Chosen([], {}), duration_s=0.01)
+    return core.handle(StepEnded(step, result, ()), 0.0)
 
 
 def test_a_prompt_whose_prefix_cannot_be_pulled_is_computed_in_the_same_step() -> None:
@@ -116,8 +133,7 @@ def test_kv_after_which_logits_are_no_numbers_is_not_found_again() -> None:
     """Whoever found it would fail in the same way, and would be sent where it is."""
     core = prefill_core(prefix_cache=True)
     core.handle(Received(GATEWAY, _PROMPT), 0.0)
-    (compute,) = (each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, Compute))
-    core.handle(StepEnded(compute.work, None, [(InvalidLogitsError("NaN"),)], (TokenScores(),), (), 0.01), 0.0)
+    compute(core, InvalidLogitsError("NaN"))
     assert not core.requests
     assert core.pool.match(block_hashes(_PROMPT.token_ids, BLOCK_SIZE)) == []
     core.check_invariants()
@@ -127,8 +143,7 @@ def test_the_end_of_an_offer_is_told_of_the_attempt_that_the_gateway_knows_here(
     """Decode workers of later attempts attach to it; at this worker the gateway knows the first alone."""
     core = prefill_core()
     core.handle(Received(GATEWAY, _PROMPT), 0.0)
-    (compute,) = (each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, Compute))
-    core.handle(StepEnded(compute.work, None, [(SampledToken(5),)], (TokenScores(),), (), 0.01), 0.0)
+    compute(core, SampledToken(5))
     sink, later = Incarnation("sink"), _PROMPT.attempt + 1
     core.handle(HelloReceived(sink, frozenset()), 0.0)
     core.handle(Received(sink, Attach(request=_PROMPT.request, attempt=later, offered=_PROMPT.attempt)), 0.0)
@@ -152,4 +167,19 @@ def test_no_sink_waits_for_a_prompt_that_was_refused() -> None:
     [told] = [each.message for each in core.handle(Received(sink, attach), 0.0) if isinstance(each, Send)]
     assert isinstance(told, OfferWithdrawn)
     assert told.cause is Cause.LEASE_LOST
+    core.check_invariants()
+
+
+def test_a_worker_that_loses_its_gateway_is_no_bad_source_for_who_reads_from_it() -> None:
+    """The reader may tell the same gateway, which has stood still, and is not to blame either of them."""
+    core, reader = prefill_core(), Incarnation("reader")
+    core.handle(HelloReceived(reader, frozenset()), 0.0)
+    core.handle(Received(GATEWAY, _PROMPT), 0.0)
+    assert planned(core) == [_NUM_TOKENS]
+    core.handle(Received(reader, Attach(request=_PROMPT.request, attempt=1, offered=1)), 0.0)
+    actions = core.handle(PeerLost(GATEWAY), 0.0)
+    told = [(each.peer, each.message) for each in actions if isinstance(each, Send)]
+    assert [(peer, each.cause) for peer, each in told if isinstance(each, OfferWithdrawn)] == [
+        (reader, Cause.LEASE_LOST)
+    ]
     core.check_invariants()

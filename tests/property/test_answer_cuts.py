@@ -178,8 +178,8 @@ def test_arguments_are_what_json_takes(value: Any, at: int, instead: str) -> Non
     assert valid == (loaded and text.rstrip(" \n\t") == text)
 
 
-def split(pieces: Sequence[str], opened: bool, formatted: bool) -> tuple[str, str]:
-    splitter = ReasoningSplitter(opened, formatted)
+def split(pieces: Sequence[str], opened: bool, formatted: bool, within: bool = False) -> tuple[str, str]:
+    splitter = ReasoningSplitter(opened, formatted, within)
     parts = [part for piece in pieces for part in splitter.push(piece)] + splitter.finish()
     assert all(text for _, text in parts)
     kinds = [part for part, _ in parts]
@@ -216,3 +216,15 @@ def test_any_cut_gives_the_same_reasoning(text: str, ends: list[int], opened: bo
             assert whole == (thought.rstrip() if closing else thought, kept)
     else:
         assert whole == ("", text)
+
+
+@settings(deadline=None)
+@given(text=thoughts | garbage, ends=cuts, formatted=st.booleans())
+def test_reasoning_that_is_continued_keeps_the_space_that_it_goes_on_with(
+    text: str, ends: list[int], formatted: bool
+) -> None:
+    for pieces in ([text], cut(text, ends), list(text)):
+        thought, closing, answer = text.partition(CLOSING)
+        kept = answer.removeprefix("\n").removeprefix("\n") if formatted else answer.lstrip()
+        expected = (thought.rstrip() if closing else thought, kept)
+        assert split(pieces, opened=True, formatted=formatted, within=True) == expected

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import msgpack
 import pytest
 from hypothesis import given, settings
@@ -47,6 +49,7 @@ from common.contract.messages.session import (
     HelloRefused,
     HelloRequired,
     Phase,
+    Profile,
     Role,
     Welcome,
 )
@@ -150,9 +153,9 @@ lease = {"lease": handles, "epoch": counts}
 
 
 @st.composite
-def all_tokens(draw: st.DrawFn) -> Tokens:
+def some_tokens(draw: st.DrawFn, most: int) -> Tokens:
     """`Tokens` with as many log probabilities as tokens, or none."""
-    taken = draw(st.lists(numbers, min_size=1, max_size=6))
+    taken = draw(st.lists(numbers, min_size=1, max_size=most))
     reports = draw(st.none() | st.lists(logprobs, min_size=len(taken), max_size=len(taken)))
     return Tokens(
         request=RequestId(draw(handles)),
@@ -165,9 +168,6 @@ def all_tokens(draw: st.DrawFn) -> Tokens:
     )
 
 
-first_tokens = st.builds(
-    Tokens, **about, choice=choices, position=counts, token_ids=st.tuples(numbers), finish_reason=finish_reasons
-)
 prompts = st.lists(numbers, min_size=1, max_size=20).map(tuple)
 sources = st.builds(Source, address=addresses, incarnation=handles)
 hints = st.builds(PrefixHint, source=sources, num_tokens=st.integers(1, 2**62))
@@ -243,20 +243,24 @@ def step_tokens(draw: st.DrawFn) -> StepTokens:
     return StepTokens(handles=handles, positions=positions, token_ids=token_ids)
 
 
-seconds = st.floats(0, 1e6)
 short_names = st.lists(st.binary(min_size=SHORT_NAME_BYTES, max_size=SHORT_NAME_BYTES), max_size=4).map(b"".join)
 
 
 BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
-    Hello: st.builds(Hello, role=roles, fingerprint=st.none() | fingerprints, open_requests=open_requests),
+    Hello: st.builds(
+        Hello, number=counts, role=roles, fingerprint=st.none() | fingerprints, open_requests=open_requests
+    ),
     Welcome: st.builds(
         Welcome,
+        number=counts,
         role=roles,
         fingerprint=fingerprints,
         max_sequence_tokens=counts,
         transport=words,
         transport_metadata=st.binary(max_size=200),
         open_requests=open_requests,
+        phase=st.sampled_from(Phase),
+        profile=st.sampled_from(Profile),
     ),
     HelloRefused: st.builds(HelloRefused, cause=causes, message=texts),
     HelloRequired: st.builds(HelloRequired),
@@ -277,6 +281,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
         token_s=seconds,
         pulled_token_s=seconds,
         sequence_s=seconds,
+        itl_s=seconds,
         prompt_tokens=counts,
         output_tokens=counts,
         received=counts,
@@ -295,7 +300,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
         Timings, **about, choice=st.none() | choices, prompt=st.none() | prompt_times, decode=st.none() | decode_times
     ),
     PromptLogprobs: prompt_logprobs(),
-    Tokens: all_tokens(),
+    Tokens: some_tokens(6),
     StepTokens: step_tokens(),
     Finished: st.builds(Finished, **about),
     Failed: st.builds(Failed, **about, cause=causes, message=texts),
@@ -321,7 +326,7 @@ BY_KIND: dict[type[Message], st.SearchStrategy[Message]] = {
         PrefillDone,
         **about,
         **lease,
-        first_tokens=st.lists(first_tokens, min_size=1, max_size=3).map(tuple),
+        first_tokens=st.lists(some_tokens(1), min_size=1, max_size=3).map(tuple),
         times=st.none() | prompt_times,
     ),
     Settled: st.builds(Settled, **about, **lease, valid=st.booleans()),
@@ -343,6 +348,34 @@ values = st.recursive(
 
 def test_every_kind_of_message_is_tried() -> None:
     assert set(BY_KIND) == set(MESSAGES)
+
+
+def parts(value: object) -> Iterator[Any]:
+    """The dataclasses in a value, itself included."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from parts(each)
+    elif dataclasses.is_dataclass(value):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from parts(getattr(value, field.name))
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_every_field_is_tried_with_other_values_than_its_default(kind: type[Message]) -> None:
+    """Those of the message and of what is in it: also a field that is added one day, and not here."""
+    found: dict[tuple[str, str], bool] = {}
+
+    @settings(derandomize=True, database=None, deadline=None, max_examples=25, phases=[hypothesis.Phase.generate])
+    @given(BY_KIND[kind])
+    def draw(message: Message) -> None:
+        for part in parts(message):
+            for field in dataclasses.fields(part):
+                name = type(part).__name__, field.name
+                found[name] = found.get(name, False) or getattr(part, field.name) != field.default
+
+    draw()
+    assert [name for name, differs in found.items() if not differs] == []
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)

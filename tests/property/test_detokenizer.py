@@ -148,14 +148,15 @@ def test_a_stray_byte_changes_nothing_before_it_nor_behind_it() -> None:
     assert "".join(texts_) + rest == "hello漢字漢字\ufffd hello"
 
 
-def naive(text: str, stops: list[str], num_free: int = 0) -> tuple[str, bool]:
+def naive(text: str, stops: list[str], num_free: int = 0) -> tuple[str, str | None]:
     """The definition: the first character at which the text so far ends with a stop string, the longest of them. It is
-    none of the first `num_free`."""
+    none of the first `num_free`. Returns the text before that, and the stop string."""
     for end in range(num_free + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
-            return text[: end - max(map(len, ending))], True
-    return text, False
+            stop = max(ending, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
 
 
 @settings(deadline=None)
@@ -171,18 +172,19 @@ def naive(text: str, stops: list[str], num_free: int = 0) -> tuple[str, bool]:
 def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str], num_free: int) -> None:
     """Also where the first `num_free` parts can complete none."""
     finder = StopStrings(StopTables(stops))
-    out, seen, stopped = "", "", False
+    out, seen = "", ""
+    stop: str | None = None
     for number, part in enumerate(parts):
-        passed, stopped = finder.push(part, may_end=number >= num_free)
+        passed, stop = finder.push(part, may_end=number >= num_free)
         out, seen = out + passed, seen + part
-        if stopped:
+        if stop is not None:
             break
         held = len(seen) - len(out)
         possible = [n for stop in stops for n in range(1, len(stop)) if seen.endswith(stop[:n])]
         assert held == max(possible, default=0), "held back exactly what may begin a stop string"
-    if not stopped:
+    if stop is None:
         out += finder.flush()
-    assert (out, stopped) == naive("".join(parts), stops, len("".join(parts[:num_free])))
+    assert (out, stop) == naive("".join(parts), stops, len("".join(parts[:num_free])))
 
 
 @settings(deadline=None)
@@ -191,6 +193,7 @@ def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str],
         st.sampled_from(
             [*encode("hello 日本語 😀 the end"), *(BYTES[byte] for byte in b"helo"), BYTES[0xE4], BYTES[0xFF], 0]
         ),
+        min_size=1,
         max_size=40,
     ),
     stops=st.lists(
@@ -206,23 +209,27 @@ def test_stop_strings_match_the_naive_search(parts: list[str], stops: list[str],
 def test_a_choice_ends_at_its_first_stop_string(
     token_ids: list[int], stops: list[str], tokens_per_delta: int, finish_reason: FinishReason, min_tokens: int
 ) -> None:
-    choice = ChoiceText(0, BYTE_LEVEL, StopTables(stops), min_tokens)
-    out, num_tokens, reason = "", 0, None
-    for start in range(0, len(token_ids), tokens_per_delta) or [0]:
+    """The token that ends it otherwise, unless by its length, is no text."""
+    choice = ChoiceText(0, BYTE_LEVEL, StopTables(stops), min_tokens, eos_token_id=BYTES[0x6F])
+    out, num_tokens, reason, stop_reason = "", 0, None, None
+    for start in range(0, len(token_ids), tokens_per_delta):
         part = tuple(token_ids[start : start + tokens_per_delta])
         last = start + tokens_per_delta >= len(token_ids)
         piece = choice.push(
             Delta(choice=0, token_ids=part, logprobs=None, finish_reason=finish_reason if last else None)
         )
-        out, num_tokens, reason = out + piece.text, num_tokens + piece.num_tokens, piece.finish_reason
+        out, num_tokens = out + piece.text, num_tokens + piece.num_tokens
+        reason, stop_reason = piece.finish_reason, piece.stop_reason
         if choice.ended:
             break
 
-    settled, rest = pieces(BYTE_LEVEL, token_ids)
+    settled, rest = pieces(BYTE_LEVEL, token_ids[:-1] if finish_reason == "stop" else token_ids)
     whole = "".join(settled) + rest
     num_free = len("".join(settled[:min_tokens])) if len(token_ids) > min_tokens else len(whole)
-    text, stopped = naive(whole, stops, num_free)
+    text, stop = naive(whole, stops, num_free)
     ends = [count for count in range(len(settled) + 1) if naive("".join(settled[:count]), stops, num_free)[1]]
     assert out == text
-    assert reason == ("stop" if stopped else finish_reason)
+    assert reason == (finish_reason if stop is None else "stop")
+    by_token = token_ids[-1] if finish_reason == "stop" and token_ids[-1] != BYTES[0x6F] else None
+    assert stop_reason == (by_token if stop is None else stop)
     assert num_tokens == (ends[0] if ends else len(token_ids))

@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from dispatcher_bench import D2, D3, P2, D, Link, P, Time, forbid_calling_back, heartbeat, role_of, settle, welcome
@@ -28,13 +28,15 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey, new_incarnation
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import TRIAL_TOKENS, Abort, Ack, Decode, Prefill, Resend, Suspicion
-from common.contract.messages.session import Phase, Role
+from common.contract.messages.session import Heartbeat, Phase, Role
 from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, StepTokens, Tokens, Trial
 from common.contract.sampling import SamplingParams
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
 from common.scheduling.trials import TrialFeed, Trials
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.router import Ask as RouterAsk
+from gateway.dispatch.router import Caution
 from gateway.serving.generation import Delta, Generation, GenerationFailed
 from gateway.workers.registry import Registry
 
@@ -133,6 +135,8 @@ class Process:
         self.draining = False
         self.full = False
         """Whether it takes only those who were let in, and no running sequence."""
+        self.places = world.choose([0, 1, 2]) if self.role is Role.DECODE else 0
+        """Sequences that it says it has places for; 0 if it does not say."""
         self.jobs: dict[RequestId, Job] = {}
         self.newest: dict[RequestId, int] = {}
         self.trials = Trials()
@@ -146,6 +150,14 @@ class Process:
 
     def say(self, message: Message) -> None:
         self.outbox.append(message)
+
+    def beat(self, used: int = 0) -> None:
+        """Tell its load."""
+        phase = Phase.DRAINING if self.draining else Phase.SERVING
+        open_jobs = [job for job in self.jobs.values() if not job.finished]
+        num_sequences = sum(len(job.work.choices) - len(job.moved | job.given_up) for job in open_jobs)
+        told = heartbeat(phase, used=used, total=100)
+        self.say(replace(told, places=self.places, sequences=(0, num_sequences, 0)))
 
     def give_notice(self, _: Incarnation, message: Message) -> None:
         assert isinstance(message, Trial)
@@ -436,11 +448,26 @@ class Wire(Link):
 class World:
     """Everything; `choose` decides what happens next."""
 
-    def __init__(self, choose: Choose, *, num_faults: int, num_poisons: int = 0, moves: bool = False) -> None:
-        """`moves`: requests have several long choices, and most faults concern their moves."""
+    def __init__(
+        self,
+        choose: Choose,
+        *,
+        num_faults: int,
+        num_poisons: int = 0,
+        faults: Literal["any", "moves", "outages"] = "any",
+    ) -> None:
+        """With `moves` most faults concern moves, and with `outages` each fault is one of all decode workers; requests
+        have several long choices then."""
         self.choose = choose
         self.num_faults_left = num_faults
-        self.moves = moves
+        self.faults: list[Callable[[], None]] = {
+            "any": [self.fault],
+            "moves": [self.fault_of_a_move] * 4,
+            "outages": [self.outage],
+        }[faults]
+        """What may go wrong, as long as any fault is left."""
+        self.moments_s = [0.03, 0.2, 4.0] if faults == "outages" else [0.03, 0.2]
+        """Seconds that may pass at once: now and then more than others wait for a worker that may come back."""
         self.killed_by: Counter[int] = Counter()
         """Workers that have died of each request."""
         self.alone_at_a_crash: set[int] = set()
@@ -451,18 +478,24 @@ class World:
         self.time = Time()
         self.errors: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.errors.append(context))
+        self.beat_at = 0.0
+        """When a heartbeat was last delivered."""
         self.registry = Registry((P, P2), (D, D2, D3), "c")
-        options = {"local_prefill_tokens": choose([0, 0, 2])}
+        options: dict[str, Any] = {"local_prefill_tokens": choose([0, 0, 2])}
+        if faults == "outages":
+            options["patience_s"] = BUDGET_S  # everybody comes back
         self.gateway = Dispatcher(new_incarnation(), self.registry, self.time, Pulse(), **options)
         forbid_calling_back(self.gateway)
+        self.count_holds()
         self.wires = {address: Wire(self, address) for address in ADDRESSES}
         self.gateway.links._links.update(self.wires)  # type: ignore[arg-type]
         self.processes = {address: Process(self, address) for address in ADDRESSES}
-        self.most_jobs = choose([1, 2, 9]) if num_faults and not moves else 9
+        varied = num_faults > 0 and faults == "any"
+        self.most_jobs = choose([1, 2, 9]) if varied else 9
         """Requests that a worker may have before it refuses those that nobody has let in."""
-        self.small = choose([(), (D,), (P, D), (D, D2)]) if num_faults and not moves else ()
+        self.small = choose([(), (D,), (P, D), (D, D2)]) if varied else ()
         self.small_ones_say_so = choose([False, True])
-        num_choices, lengths = ([2, 3], [20, 40]) if moves else ([1, 1, 2, 3], [1, 3, 9, 15])
+        num_choices, lengths = ([1, 1, 2, 3], [1, 3, 9, 15]) if faults == "any" else ([2, 3], [20, 40])
         self.asks = [
             Ask(
                 number,
@@ -481,6 +514,20 @@ class World:
         self.tasks: dict[int, asyncio.Task[Cause | None]] = {}
         self.left: set[int] = set()
         """Clients that have not waited for the end."""
+
+    def count_holds(self) -> None:
+        """Count how often a request waits for a worker that comes back, although others have told that they are
+        full."""
+        placement: Any = self.gateway.placement
+        holds = placement._holds
+
+        def counted(want: Any, ask: Any, takers: Any) -> bool:
+            held = bool(holds(want, ask, takers))
+            told = any(worker.load is not None for worker in self.registry.table.views(takers))
+            self.count["held by full workers"] += held and told
+            return held
+
+        placement._holds = counted
 
     def has(self, key: RequestKey) -> bool:
         """Whether a worker has this attempt."""
@@ -547,7 +594,7 @@ class World:
             if process.full:
                 steps.append(partial(self.fill, process, full=False))
         if self.num_faults_left > 0:
-            steps += [self.fault_of_a_move] * 4 if self.moves else [self.fault]
+            steps += self.faults
         return steps
 
     def fault_of_a_move(self) -> None:
@@ -572,6 +619,14 @@ class World:
         elif wire.open and process.alive:
             self.lose_a_message(wire)
 
+    def outage(self) -> None:
+        """The decode workers are lost together."""
+        self.num_faults_left -= 1
+        for address in (D, D2, D3):
+            process = self.processes[address]
+            if self.wires[address].open and process.alive:
+                self.choose([self.crash, self.crash, self.fall_silent])(process)
+
     def fault(self) -> None:
         self.num_faults_left -= 1
         wire = self.wires[self.choose(ADDRESSES)]
@@ -587,8 +642,7 @@ class World:
         elif kind == "crash":
             self.crash(process)
         elif kind == "silence":
-            process.cut_off = True
-            process.frozen = self.choose([False, True])
+            self.fall_silent(process)
         elif kind == "drain":
             self.drain(process, draining=True)
         elif kind == "full":
@@ -638,6 +692,10 @@ class World:
                 break
             process.outbox.pop()  # what has not left
 
+    def fall_silent(self, process: Process) -> None:
+        process.cut_off = True
+        process.frozen = self.choose([False, True])
+
     def drain(self, process: Process, *, draining: bool) -> None:
         others = [p for p in self.processes.values() if p.role is process.role and p is not process]
         if draining and not any(p.alive and not p.draining for p in others):
@@ -650,8 +708,7 @@ class World:
         process.full = full
 
     def beat(self, process: Process) -> None:
-        used = self.choose([0, 0, 99])
-        process.say(heartbeat(Phase.DRAINING if process.draining else Phase.SERVING, used=used, total=100))
+        process.beat(self.choose([0, 0, 99]))
 
     def lose_a_message(self, wire: Wire) -> None:
         """The session finds out, and is opened again."""
@@ -666,6 +723,7 @@ class World:
 
     def deliver(self, wire: Wire) -> None:
         message = self.processes[wire.address].outbox.popleft()
+        self.beat_at = self.time.now if isinstance(message, Heartbeat) else self.beat_at
         if not isinstance(message, Greeting):
             self.gateway.links.on_message(wire, message)  # type: ignore[arg-type]
         elif message.number == wire.num_hellos:
@@ -706,7 +764,7 @@ class World:
 
     def pass_time(self, seconds: float | None = None) -> None:
         """A crash shows when the channel is sure of it, neither sooner nor later."""
-        until = self.time.now + (self.choose([0.03, 0.2]) if seconds is None else seconds)
+        until = self.time.now + (self.choose(self.moments_s) if seconds is None else seconds)
         while True:
             dead = [wire for wire in self.wires.values() if wire.open and not self.processes[wire.address].alive]
             wire = min(dead, key=lambda wire: self.processes[wire.address].died_at, default=None)
@@ -743,7 +801,7 @@ class World:
                     await self.do(partial(self.come_back, wire))
                 process = self.processes[wire.address]
                 process.draining = process.full = False
-                process.say(heartbeat(total=100))
+                process.beat()
                 while process.alive and (process.inbox or process.outbox):
                     await self.do(process.hear if process.inbox else partial(self.deliver, wire))
                 for job in list(process.jobs.values()):
@@ -770,6 +828,16 @@ class World:
         self.check()
         await settle()
         self.check()
+        self.check_nobody_is_held_too_long()
+
+    def check_nobody_is_held_too_long(self) -> None:
+        """Who waits for a worker that comes back does so until the first heartbeat after the time for it."""
+        if self.beat_at < self.registry.coming_back_until():
+            return
+        placement: Any = self.gateway.placement
+        for want, request in placement.waiting._requests.items():
+            takers = placement._router.takers(RouterAsk.of(want), Caution.of(want, request.fingerprint))
+            assert not want.admitted or not len(takers), f"{request.flow.story} could go on"
 
     def check(self) -> None:
         """What holds between any two events."""
@@ -879,10 +947,22 @@ def test_sequences_that_are_cut_for_workers_that_fail_leave_nothing_behind() -> 
     count: Counter[str] = Counter()
     for seed in range(40):
         try:
-            count += in_own_loop(run_world(Random(seed).choice, 500, num_faults=60, moves=True)).count
+            count += in_own_loop(run_world(Random(seed).choice, 500, num_faults=60, faults="moves")).count
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     for what, least in (("moved", 20), ("stayed", 20), ("cut choice given up", 3)):
+        assert count[what] >= least, f"the runs show too little: {count}"
+
+
+def test_streams_of_workers_that_are_lost_together_wait_for_those_that_come_back() -> None:
+    """They have crashed or are silent, and the first one that is back may have too few places."""
+    count: Counter[str] = Counter()
+    for seed in range(30):
+        try:
+            count += in_own_loop(run_world(Random(seed).choice, 150, num_faults=3, faults="outages")).count
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    for what, least in (("held by full workers", 10), ("tried in a group", 10)):
         assert count[what] >= least, f"the runs show too little: {count}"
 
 

@@ -3,11 +3,13 @@
 The workers, their pools, leases and pulls are real; the engine's memory says of each slot which tokens its KV was
 computed from (`migration_bench`). A run is an interleaving: choices are generated, move, end, are aborted; workers
 drain, resume, preempt and die; messages between them are lost, then a session opens again; one side takes the other for
-lost; reads copy each block at a moment of its own, and fail; loans and leases outlive their time. Whatever the order:
+lost; reads copy each block at a moment of its own, and fail; masks of sequences with a grammar come late, or never;
+loans and leases outlive their time. Whatever the order:
 
 * nothing is decoded from any KV but its own, and the client gets exactly the tokens that it would have got;
 * a read writes to nobody's block;
 * every worker ends every request it was given with one terminal: Finished, Failed, Cancelled, or Moved for each choice;
+* no mask is awaited for a request that is over;
 * once everything has ended, every block of every pool is free, and no offer, wait or loan is left.
 """
 
@@ -20,10 +22,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from migration_bench import Leg, Link, Site, World
+from migration_bench import CountedMasks, Leg, Link, Site, World
 
 from common.contract.messages.fields import Message
 from common.contract.messages.session import Hello
+from common.engine.grammar import GaveUp
 from common.runtime.config import DecodeSettings
 from kv_transfer.lender import LENT_TTL_S
 
@@ -46,6 +49,7 @@ class Play:
             prefix_cache=choose([True, True, True, False]),
             run_ahead=choose(["on", "off"]),
         )
+        self.masks = [CountedMasks(site) for site in self.world.sites.values()]
         self.calm: int = choose([10, 40, 150])
         """How often what leads on is chosen, compared with what disturbs."""
 
@@ -71,6 +75,9 @@ class Play:
         for site in self.alive:
             onward += [site.end_step] * (2 * site.in_step)
             onward += [lambda site=site: self.read(site)] * (2 * bool(site.reads.open))  # type: ignore[misc]
+        for masks in self.masks:
+            if masks.site.alive and masks.awaited:
+                onward += [lambda masks=masks: self.give(masks)] * 2  # type: ignore[misc]
         for link, source, sink in self.links():
             if link.lossy:
                 onward.append(lambda source=source, sink=sink: sink.links.greet(source.address))  # type: ignore[misc]
@@ -96,6 +103,7 @@ class Play:
             self.pick(range(4, 25)),
             self.pick([1, 1, 1, 2, 3]),
             logprobs=self.pick([False, True]),
+            grammar=self.pick([None] * 5 + ["start: /x*/"]),
         )
 
     def movable(self) -> list[tuple[Leg, int, Site]]:
@@ -135,6 +143,11 @@ class Play:
             site.wake()
         else:
             self.world.go_on_reading(site, read)
+
+    def give(self, masks: CountedMasks) -> None:
+        """A mask is there, or its grammar has given up."""
+        state = self.pick(masks.awaited)
+        masks.give(self.pick([None] * 15 + [GaveUp("items", "too many")]), state)
 
     def drain(self) -> None:
         site = self.pick(self.alive)
@@ -181,6 +194,10 @@ class Play:
     def settle_down(self) -> None:
         """Nothing is lost any more and nobody dies; time passes: everything must come to an end."""
         world = self.world
+        for masks in self.masks:
+            masks.at_once = True
+            if masks.site.alive:
+                masks.give()
         for _ in range(6):
             for site in self.alive:
                 site.resume()
@@ -228,18 +245,20 @@ def test_a_sequence_goes_on_as_if_it_had_stayed(data: st.DataObject, num_events:
 @pytest.mark.long
 def test_many_long_journeys() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
-    num_moved = num_begun_again = num_preempted = 0
+    num_moved = num_begun_again = num_preempted = num_with_grammar = 0
     for seed in range(50):
         try:
             world = play(Random(seed).choice, 400)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error!r}") from error
         num_moved += world.gateway.num_moved
+        num_with_grammar += sum(len(leg.moved) for leg in world.gateway.legs if leg.ask.sampling.grammar is not None)
         num_begun_again += world.gateway.num_begun_again
         schedulers = [site.core.scheduler for site in world.sites.values()]
         num_preempted += sum(
             scheduler.swap.num_swapped + scheduler.preemption.num_recomputed for scheduler in schedulers
         )
     assert num_moved > 50, f"only {num_moved} sequences have moved: the runs show nothing"
+    assert num_with_grammar > 5, f"only {num_with_grammar} of them had a grammar"
     assert num_begun_again > 10, f"only {num_begun_again} were begun again"
     assert num_preempted > 5, f"only {num_preempted} were preempted"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.access.rate_limits import KeyLimits, KeyMeter, Limit, TokenBucket
+from gateway.access.rate_limits import Allowance, KeyLimits, KeyMeter, Limit, TokenBucket
 
 SLACK = 1e-6
 steps_s = st.one_of(st.just(0.0), st.floats(1e-6, 1.0), st.floats(1.0, 1e4))
@@ -111,6 +111,11 @@ def test_a_prompt_that_has_been_paid_for_is_let_in_whatever_the_key_has_used_sin
     assert meter.admit(41, 0.0, num_taken=40) is not None
 
 
+def level(tokens: Allowance) -> float:
+    """What a bucket holds, negative on credit."""
+    return tokens.limit * (1 - tokens.reset_s / 60)
+
+
 class OneKey(RuleBasedStateMachine):
     """What was let in, counted apart."""
 
@@ -149,18 +154,32 @@ class OneKey(RuleBasedStateMachine):
         self.meter.end()
         self.num_open -= 1
 
-    @rule(share=st.floats(0, 1))
-    def admit(self, share: float) -> None:
+    @rule(share=st.floats(0, 1), paid=st.just(0.0) | st.floats(0, 2))
+    def admit(self, share: float, paid: float) -> None:
+        """A prompt of which a part, all, or more than it turns out to have, was charged before."""
         num_tokens = max(1, int(share * (self.meter.most_tokens or 1000)))
+        num_taken = int(paid * num_tokens)
+        start = self.meter.allowances(self.now_s)
+        self.meter.charge(num_taken, self.now_s)
         before = self.meter.allowances(self.now_s)
-        refusal = self.meter.admit(num_tokens, self.now_s)
-        if refusal is not None:
+        refusal = self.meter.admit(num_tokens, self.now_s, num_taken)
+        after = self.meter.allowances(self.now_s)
+        if Limit.TOKENS not in start:
+            assert refusal is None
+            return
+        tokens = before[Limit.TOKENS]
+        if refusal is None:
+            charged = level(start[Limit.TOKENS]) - level(after[Limit.TOKENS])
+            assert math.isclose(charged, num_tokens, rel_tol=SLACK, abs_tol=SLACK)
+            assert num_taken >= num_tokens or num_tokens - num_taken <= level(tokens) + SLACK * tokens.limit
+        else:
             assert refusal.limit is Limit.TOKENS
+            assert num_taken < num_tokens, "it has been paid for"
+            assert tokens.remaining < num_tokens - num_taken
             assert refusal.wait_s is not None
-            assert before[Limit.TOKENS].remaining < num_tokens
-            assert self.meter.allowances(self.now_s) == before
-        elif Limit.TOKENS in before:
-            assert self.meter.allowances(self.now_s)[Limit.TOKENS].remaining <= before[Limit.TOKENS].limit - num_tokens
+            wait_s = (num_tokens - level(tokens)) / tokens.limit * 60
+            assert math.isclose(refusal.wait_s, wait_s, rel_tol=SLACK, abs_tol=SLACK), "who comes again pays for all"
+            assert after == before
 
     @rule(num_tokens=st.integers(0, 1000))
     def charge(self, num_tokens: int) -> None:

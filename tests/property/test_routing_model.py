@@ -96,7 +96,7 @@ class RoutingMachine(RuleBasedStateMachine):
         )
         for address in tuple(self.registry.workers):
             profile = self.profiles.get(address, Profile.THROUGHPUT)
-            self.registry.opened(address, self.life(), self.welcome(ROLES[address], OLD, 10_000, profile))
+            self.registry.opened(address, self.life(), self.welcome(ROLES[address], OLD, 10_000, profile), self.now)
 
     # --- what happens to workers ---------------------------------------------------------------------------------
 
@@ -132,14 +132,15 @@ class RoutingMachine(RuleBasedStateMachine):
         worker = self.registry.workers.get(address)
         if worker is not None:
             life = worker.last_incarnation if again and worker.last_incarnation is not None else self.life()
-            self.registry.lost(address)
+            says = self.welcome(ROLES[address], fingerprint, holds, profile)
+            self.registry.lost(address, self.now)
             with contextlib.suppress(FingerprintMismatchError):
-                self.registry.opened(address, life, self.welcome(ROLES[address], fingerprint, holds, profile))
+                self.registry.opened(address, life, says, self.now)
 
     @rule(address=addresses)
     def lose(self, address: str) -> None:
         if address in self.registry.workers:
-            self.registry.lost(address)
+            self.registry.lost(address, self.now)
 
     @rule(address=addresses, load=loads)
     def report(self, address: str, load: Heartbeat) -> None:
@@ -196,8 +197,9 @@ class RoutingMachine(RuleBasedStateMachine):
 
     @rule(address=addresses)
     def refuse(self, address: str) -> None:
-        """A worker refuses this gateway; this ends its session, sooner or later."""
+        """A worker refuses this gateway, which has ended its session."""
         if address in self.registry.workers:
+            self.registry.lost(address, self.now)
             self.registry.refuses(address, "full")
 
     @rule(address=addresses)
@@ -216,20 +218,37 @@ class RoutingMachine(RuleBasedStateMachine):
             self.registry.remove(EXTRA)
         if come:
             self.registry.add(Role.DECODE, Endpoint(address=EXTRA))
+            says = self.welcome(Role.DECODE, OLD, 10_000, Profile.LATENCY)
             with contextlib.suppress(FingerprintMismatchError):
-                self.registry.opened(EXTRA, self.life(), self.welcome(Role.DECODE, OLD, 10_000, Profile.LATENCY))
+                self.registry.opened(EXTRA, self.life(), says, self.now)
 
-    @rule(seconds=st.sampled_from((0.01, 0.1, 0.3, 0.6, 2.0)))
+    @rule(source=st.sampled_from(PREFILL), readers=st.sets(st.sampled_from((*DECODE, EXTRA)), min_size=1), ask=asks)
+    def fail_to_read(self, source: str, readers: set[str], ask: Ask) -> None:
+        """Some decode workers cannot read from a prefill worker; a request comes."""
+        unread = self.worker(source)
+        if unread is None:
+            return
+        for reader in map(self.worker, sorted(readers)):
+            if reader is not None:
+                self.router.paths.failed(unread.life, reader.life, self.now)
+        ask = ask._replace(now=self.now)
+        self.compare(ask, {}, Caution())
+        self.compare_rebind(unread.life, ask, {}, Caution())
+
+    @rule(seconds=st.sampled_from((0.01, 0.1, 0.3, 0.6, 2.0, 11.0)))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
     # --- the choice ----------------------------------------------------------------------------------------------
 
-    def some_lives(self, data: st.DataObject) -> frozenset[WorkerLife]:
-        """A few workers, and one process that is over."""
+    def lives(self) -> list[WorkerLife]:
+        """The workers, and one process that is over."""
         lives = [worker.life for worker in self.registry.workers.values() if worker.incarnation is not None]
-        lives.append(WorkerLife(DECODE[0], Incarnation("over")))
-        return frozenset(data.draw(st.lists(st.sampled_from(lives), max_size=4)))
+        return [*lives, WorkerLife(DECODE[0], Incarnation("over"))]
+
+    def some_lives(self, data: st.DataObject) -> frozenset[WorkerLife]:
+        """A few of them."""
+        return frozenset(data.draw(st.lists(st.sampled_from(self.lives()), max_size=4)))
 
     @rule(data=st.data(), ask=asks, fingerprint=st.sampled_from((None, None, OLD, NEW)), admitted=st.booleans())
     def choose(self, data: st.DataObject, ask: Ask, fingerprint: Fingerprint | None, admitted: bool) -> None:
@@ -241,6 +260,12 @@ class RoutingMachine(RuleBasedStateMachine):
         held = st.sampled_from([num for num in (16, 32, 96, 992) if num < ask.num_tokens] or [0])
         cached = {life: data.draw(held) for life in sorted(self.some_lives(data), key=str)}
         self.compare(ask, cached, caution)
+        self.compare_rebind(data.draw(st.sampled_from(self.lives())), ask, cached, caution)
+
+    def compare_rebind(self, source: WorkerLife, ask: Ask, cached: dict[WorkerLife, int], caution: Caution) -> None:
+        """Choose a decode worker for an offer of `source`, in both ways."""
+        expected = full_scan.rebind(source, self.registry, ask, cached, caution, self.router.paths, TARGETS)
+        assert self.router.rebind(source, ask, cached, caution) == expected
 
     def compare(self, ask: Ask, cached: dict[WorkerLife, int], caution: Caution) -> None:
         """Choose, in both ways."""
@@ -249,6 +274,7 @@ class RoutingMachine(RuleBasedStateMachine):
             ask,
             cached,
             caution,
+            self.router.paths,
             local_prefill_tokens=self.local_prefill_tokens,
             turn=None if self.turn is None else self.turn + 1,
             targets=TARGETS,
@@ -257,18 +283,20 @@ class RoutingMachine(RuleBasedStateMachine):
             self.turn += 1
         assert self.router.choose(ask, cached, caution) == expected
 
-        table, usable = self.registry.table, self.registry.usable_rows(Role.DECODE)
+        takers = self.router.takers(ask, caution)
         could = full_scan.able(caution, full_scan.usable(self.registry, Role.DECODE), ask)
-        assert table.views(caution.able(table, usable, ask)) == could
+        assert self.registry.table.views(takers) == could
         if could:
-            taker = self.router.taker(caution.able(table, usable, ask), ask, cached)
-            assert taker is full_scan.taker(could, ask, cached, TARGETS)
+            assert self.router.taker(takers, ask, cached) is full_scan.taker(could, ask, cached, TARGETS)
+        assert self.router.has_room(ask, takers) == full_scan.has_room(could, ask)
+        assert self.router.hope(ask, caution) == full_scan.hope(self.registry, ask, caution)
 
     @rule()
     def look(self) -> None:
-        """The table is that of the workers, and so are the lists of usable ones."""
+        """The table is that of the workers, and so are the lists of usable ones, and until when others come back."""
         for role in (Role.PREFILL, Role.DECODE):
             assert self.registry.usable(role) == full_scan.usable(self.registry, role)
+        assert self.registry.coming_back_until() == full_scan.coming_back_until(self.registry)
         fresh = LoadTable(self.registry.workers.values())
         assert self.registry.table.workers == fresh.workers
         np.testing.assert_array_equal(self.registry.table._cells, fresh._cells)

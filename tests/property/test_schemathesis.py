@@ -134,7 +134,7 @@ def with_fields(schema: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 async def test_what_is_generated(tmp_path: Path) -> None:
-    generator = ScriptedGenerator(token_ids=[*tokens_of(SAID), EOS], tokens_per_delta=4)
+    generator = ScriptedGenerator(token_ids=[*tokens_of(SAID), EOS], finish_reason="stop", tokens_per_delta=4)
     async with serve(generator, tool_settings(), tool_tokenizer(TEMPLATE)) as server:
         async with aiohttp.ClientSession() as session, session.get(server.url + "/openapi.json") as response:
             document = narrowed(await response.json())

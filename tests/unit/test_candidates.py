@@ -38,7 +38,9 @@ class Pool:
         """The route of a request."""
         want = self.want(**wanted)
         ask, caution = Ask.of(want), Caution.of(want)
-        return self.router.choose(ask, {}, caution) if want.offer is None else self.router.rebind(ask, {}, caution)
+        if want.offer is None:
+            return self.router.choose(ask, {}, caution)
+        return self.router.rebind(want.offer.life, ask, {}, caution)
 
     def hope(self, want: Want, fingerprint: Fingerprint | None = None) -> bool:
         """Whether somebody may take it, now or later."""
@@ -235,7 +237,8 @@ def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
 
 
 def refuge(pool: Pool, address: str, num_tokens: int) -> str | None:
-    worker = pool.leaving.refuge(address, Choice(0, [1] * num_tokens), most_tokens=num_tokens)
+    choice = Choice(0, [1] * num_tokens)
+    worker = pool.leaving.refuge(address, choice, num_tokens, fingerprint=None, tier=Tier.STANDARD, now=0.0)
     return None if worker is None else worker.address
 
 
@@ -261,10 +264,10 @@ def test_a_refuge_can_hold_the_sequence_to_its_end() -> None:
     for address in NEAR:
         pool.registry.heartbeat(address, heartbeat(used=0, total=10), 0.0)
     choice = Choice(0, [1, 2, 3])
-    worker = pool.leaving.refuge(D, choice, most_tokens=150)
+    worker = pool.leaving.refuge(D, choice, 150, fingerprint=None, tier=Tier.STANDARD, now=0.0)
     assert worker is not None
     assert worker.address == D2
     choice.too_small.add(life(D2))
-    worker = pool.leaving.refuge(D, choice, most_tokens=50)
+    worker = pool.leaving.refuge(D, choice, 50, fingerprint=None, tier=Tier.STANDARD, now=0.0)
     assert worker is not None
     assert worker.address == D3

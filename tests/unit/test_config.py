@@ -30,9 +30,6 @@ ROLES: dict[str, type[ProcessSettings]] = {
 every_role = pytest.mark.parametrize("role", ROLES)
 
 
-pytestmark = pytest.mark.usefixtures("no_settings")
-
-
 @every_role
 def test_defaults_load_and_are_valid(role: str) -> None:
     settings = load(ROLES[role], f"baton {role}", [])

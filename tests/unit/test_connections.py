@@ -161,7 +161,7 @@ async def test_once_late_heads_are_given_up_there_is_room_again() -> None:
 
 
 async def test_who_has_most_connections_loses_idle_ones_to_those_who_come() -> None:
-    """Down to what the others have, and none on which a request is being served."""
+    """Whoever comes, and none on which a request is being served."""
     one, other = "127.0.0.1", "127.0.0.2"
     generator = ScriptedGenerator()
     async with serve(generator, bounds=ConnectionBounds(max_connections=4)) as server:
@@ -182,11 +182,86 @@ async def test_who_has_most_connections_loses_idle_ones_to_those_who_come() -> N
             assert (await _answer(others[-1][0]))[0] == 200
             await _until_open(server, 4)
         assert (_refused(server, "crowded_out"), _refused(server, "full")) == (2, 0)
-        reader, _ = await _open(server, other)  # both have as many
-        assert (await _answer(reader))[0] == 503
+        last, writer = await _open(server, other)  # with it the other one has most
+        assert await _end(others[0][0]) == b""
+        writer.write(HEALTH)
+        assert (await _answer(last))[0] == 200
+        assert (_refused(server, "crowded_out"), _refused(server, "full")) == (3, 0)
         assert not newest[0].at_eof()
         serving.write(body[-1:])
         assert (await _answer(answer))[0] == 200
+
+
+@pytest.mark.parametrize("newcomer", ["127.0.0.3", "127.0.0.2"])
+async def test_idle_connections_keep_nobody_out_though_no_address_has_more_than_another(newcomer: str) -> None:
+    """As those of a pool of clients, which keep the kubelet's probes out."""
+    async with serve(ScriptedGenerator(), bounds=ConnectionBounds(max_connections=2)) as server:
+        held = [await _open(server, client) for client in ("127.0.0.1", "127.0.0.2")]
+        for reader, writer in held:
+            writer.write(HEALTH)
+            assert (await _answer(reader))[0] == 200
+        await _until_open(server, 2)
+        reader, writer = await _open(server, newcomer)
+        writer.write(HEALTH)
+        assert (await _answer(reader))[0] == 200
+        gone, kept = held if newcomer == "127.0.0.3" else reversed(held)
+        assert await _end(gone[0]) == b"", "the oldest one, or that of the address that would have two"
+        kept[1].write(HEALTH)
+        assert (await _answer(kept[0]))[0] == 200
+        assert (_refused(server, "crowded_out"), _refused(server, "full")) == (1, 0)
+        for _, each in (*held, (reader, writer)):
+            each.close()
+
+
+_BODILESS = [
+    HEALTH.replace(b"Host:", b"Content-Length: 100\r\nHost:"),
+    b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n",
+    _head(100),
+    HEALTH + _head(100),
+    HEALTH + HEALTH.replace(b"Host:", b"Connection: upgrade\r\nUpgrade: websocket\r\nHost:") + _head(100),
+]
+"""What begins a body that never comes, with and without an answer before it is there."""
+
+
+@pytest.mark.parametrize("sent", _BODILESS)
+async def test_bodies_that_do_not_come_keep_nobody_else_out(sent: bytes) -> None:
+    async with serve(ScriptedGenerator(), bounds=ConnectionBounds(max_connections=3)) as server:
+        idle = [await _open(server, "127.0.0.1") for _ in range(3)]
+        for _, writer in idle:
+            writer.write(sent)
+        for reader, _ in idle:
+            for _ in range(sent.count(b"GET")):
+                assert (await _answer(reader))[0] == 200
+        await _until_open(server, 3)
+        await _settle()
+        reader, writer = await _open(server, "127.0.0.2")
+        writer.write(HEALTH)
+        assert (await _answer(reader))[0] == 200
+        assert (_refused(server, "crowded_out"), _refused(server, "full")) == (1, 0)
+        for _, each in (*idle, (reader, writer)):
+            each.close()
+
+
+async def test_a_request_that_is_in_flight_gives_way_to_nobody() -> None:
+    """Also if the head of another one has come after it, whose body does not."""
+    body = json.dumps(COMPLETION).encode()
+    generator = ScriptedGenerator(hang=True)
+    async with serve(generator, bounds=ConnectionBounds(max_connections=2)) as server:
+        held = [await _open(server, "127.0.0.1") for _ in range(2)]
+        for number, (_, writer) in enumerate(held):
+            writer.write(_head(len(body)) + body + _head(100))
+            async with asyncio.timeout(TIMEOUT_S):
+                while generator.num_open <= number:
+                    await asyncio.sleep(0.01)
+        reader, _ = await _open(server, "127.0.0.2")
+        assert (await _answer(reader))[0] == 503
+        assert generator.num_open == 2
+        assert (_refused(server, "crowded_out"), _refused(server, "full")) == (0, 1)
+        for _, writer in held:
+            writer.close()
+        async with asyncio.timeout(TIMEOUT_S):
+            while generator.num_open:
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -235,14 +310,16 @@ async def test_a_connection_on_which_nothing_comes() -> None:
         assert _refused(server, "slow_head") == 1
 
 
-async def test_an_idle_connection_is_kept_for_longer_than_a_head_may_take() -> None:
-    async with serve(ScriptedGenerator(), bounds=ConnectionBounds(header_timeout_s=10, idle_timeout_s=75)) as server:
+@pytest.mark.parametrize("idle_timeout_s", [75, 620])
+async def test_an_idle_connection_is_kept_for_longer_than_a_head_may_take(idle_timeout_s: int) -> None:
+    bounds = ConnectionBounds(header_timeout_s=10, idle_timeout_s=idle_timeout_s)
+    async with serve(ScriptedGenerator(), bounds=bounds) as server:
         with Time() as time:
             reader, writer = await _open(server)
             for _ in range(3):
                 writer.write(HEALTH)
                 assert (await _answer(reader))[0] == 200
-                await time.advance(74)
+                await time.advance(idle_timeout_s - 1)
                 assert not reader.at_eof()
             await time.advance(2)
             assert await _end(reader) == b"", "until the idle timeout"
@@ -578,7 +655,7 @@ def test_an_end_of_an_answer_that_nobody_reads_on_the_loop_of_a_gateway() -> Non
 
 async def test_a_listener_that_is_closed_cuts_no_request_off() -> None:
     generator = ScriptedGenerator(pause_s=0.01)
-    async with serve(generator) as server:
+    async with serve(generator, shutdown_timeout_s=TIMEOUT_S) as server:
         reader, writer = await _open(server)
         body = json.dumps(COMPLETION).encode()
         writer.write(_head(len(body)) + body)
@@ -589,15 +666,21 @@ async def test_a_listener_that_is_closed_cuts_no_request_off() -> None:
     writer.close()
 
 
-def test_descriptors_for_every_connection() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (5000, before[1]))
-        allow_connections(100)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 5000
-        allow_connections(1000)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 5352
-        allow_connections(2 * before[1])
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def test_descriptors_for_every_connection(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """In a process whose limits are played, since the system may allow fewer."""
+    limits = (5000, 8000)
+
+    def set_limits(_: int, wanted: tuple[int, int]) -> None:
+        nonlocal limits
+        limits = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    allow_connections(100)
+    assert limits == (5000, 8000)
+    allow_connections(1000)
+    assert limits == (5352, 8000)
+    assert caplog.text == ""
+    allow_connections(9000)
+    assert limits == (8000, 8000)
+    assert "9000 connections need 13352 open files, and the system allows 8000" in caplog.text

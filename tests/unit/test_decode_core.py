@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,31 +12,33 @@ from step_tokens import handles
 
 from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestId, RequestKey
+from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages.fields import Message
-from common.contract.messages.gateway import Abort, Decode
-from common.contract.messages.handoff import AttachPrefix, AttachSequence
-from common.contract.messages.worker import Failed, Finished, TokenScores
+from common.contract.messages.gateway import Abort, Decode, Source
+from common.contract.messages.handoff import AttachPrefix, AttachSequence, BlocksReady
+from common.contract.messages.worker import Cancelled, Failed, Finished, StepTokens, TokenScores
 from common.contract.sampling import SamplingParams
-from common.engine.batch import Chosen, InvalidLogitsError, SampledToken
+from common.engine.batch import Chosen, InvalidLogitsError, SampledToken, StepResult
 from common.engine.grammar import GaveUp
 from common.scheduling.costs import Costs
 from common.worker.events import (
     Action,
     AskMask,
-    Compute,
     Event,
     MaskMade,
     PeerLost,
+    PlannedStep,
     Received,
     StepEnded,
     StepWanted,
+    Ticked,
 )
 from decode_worker.step import Step
 from decode_worker.view import DecodeTotals, heartbeat
-from kv_transfer.events import Send
+from kv_transfer.events import DropSource, Poll, Polled, ReadEnded, Send, SourceOpened, SourceReceived, StartRead
 
 SINK = Incarnation("sink")
+SOURCE = Source(address="p:1", incarnation=Incarnation("p"))
 
 
 class Driven:
@@ -61,8 +64,10 @@ class Driven:
         grammar: str | None = None,
         max_tokens: int = 1,
         choices: tuple[int, ...] = (0,),
+        source: Source | None = None,
     ) -> list[Action]:
-        """A request of one token, or of some if it has a grammar. Its mask is known at once."""
+        """A request of one token, or of some if it has a grammar. Its mask is known at once. With a source the prompt
+        is pulled from there."""
         work = Decode(
             request=RequestId(name),
             attempt=1,
@@ -72,8 +77,8 @@ class Driven:
             handles=handles(len(choices)),
             sampling=SamplingParams(max_tokens=max_tokens if grammar is None else 4, grammar=grammar),
             budget_s=BUDGET_S,
-            source=None,
-            offered=None,
+            source=source,
+            offered=None if source is None else RequestKey(RequestId(name), 1),
         )
         actions = self.hear(GATEWAY, work)
         for action in actions:
@@ -81,22 +86,21 @@ class Driven:
                 self.handle(MaskMade(action.state, None))
         return actions
 
-    def plan(self) -> Compute | None:
+    def plan(self) -> PlannedStep | None:
         """The next step, if there is one."""
-        return next((each for each in self.handle(StepWanted(None)) if isinstance(each, Compute)), None)
+        return next((each for each in self.handle(StepWanted(None)) if isinstance(each, PlannedStep)), None)
 
     def step(self, took_s: float = 0.0) -> list[Action]:
         """Plan a step, and compute it; time goes on by `took_s`, of which the engine's part is 0.01."""
-        compute = self.plan()
-        assert compute is not None
+        work = self.plan()
+        assert work is not None
         self.now += took_s
-        return self.end(compute)
+        return self.end(work)
 
-    def end(self, compute: Compute) -> list[Action]:
+    def end(self, work: PlannedStep) -> list[Action]:
         """Compute a step; what follows from its end."""
-        work = compute.work
-        outcomes = self.engine.execute(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
-        return self.handle(StepEnded(work, self.engine.decoded, outcomes, [TokenScores() for _ in outcomes], (), 0.01))
+        result = self.engine.execute(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
+        return self.handle(StepEnded(work, result, ()))
 
 
 def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
@@ -132,12 +136,12 @@ def test_a_choice_that_is_given_up_frees_what_it_holds_and_the_other_goes_on(in_
     driven.step()
     driven.step()
     used = driven.core.pool.num_used
-    compute = driven.plan() if in_flight else None
+    work = driven.plan() if in_flight else None
     gone = Abort(request=RequestId("r"), attempt=1, choice=0)
     assert sent(driven.hear(GATEWAY, gone), Message) == [], "nothing is said of it"
     driven.core.check_invariants()
-    if compute is not None:
-        driven.end(compute)
+    if work is not None:
+        driven.end(work)
     assert driven.core.pool.num_used < used
     assert driven.core.scheduler.batch.num_running == 1
     assert sent(driven.hear(GATEWAY, gone), Message) == [], "it comes again"
@@ -187,13 +191,16 @@ def test_kv_after_which_logits_are_no_numbers_is_not_found_again(decoding: bool)
     if decoding:
         driven.step()
         assert driven.core.pool.num_cached == 2
-    compute = driven.plan()
-    assert compute is not None
-    work = compute.work
+    work = driven.plan()
+    assert work is not None
     bad = InvalidLogitsError("NaN")
-    chosen = Chosen([0, 99], {0: bad}) if decoding else None
-    outcomes = [(bad,) for _ in work.slices]
-    sent = driven.handle(StepEnded(work, chosen, outcomes, [TokenScores() for _ in outcomes], (), 0.01))
+    result = StepResult(
+        outcomes=[(bad,) for _ in work.slices],
+        scores=[TokenScores() for _ in work.slices],
+        chosen=Chosen([0, 99], {0: bad}) if decoding else Chosen([], {}),
+        duration_s=0.01,
+    )
+    sent = driven.handle(StepEnded(work, result, ()))
     assert [each.message.cause for each in sent if isinstance(each, Send) and isinstance(each.message, Failed)] == [
         Cause.INTERNAL
     ]
@@ -232,10 +239,10 @@ def test_a_step_in_which_drafts_came_true_has_shorter_gaps() -> None:
     driven.ask("first", range(BLOCK_SIZE + 1), max_tokens=9)
     driven.step(0.01)
     driven.step(0.01)
-    compute = driven.plan()
-    assert compute is not None
+    work = driven.plan()
+    assert work is not None
     before = driven.core.totals.itl_s
-    driven.core.steps._learn(compute.work.plan.step, 4, 0.02, 0.0)
+    driven.core.steps._learn(work.plan, 4, 0.02, 0.0)
     assert driven.core.totals.itl_s == pytest.approx(0.9 * before + 0.1 * 0.02 / 4)
 
 
@@ -254,9 +261,9 @@ def test_the_end_of_an_answer_tells_what_became_of_its_last_draft(
     driven = Driven(num_blocks=64)
     driven.ask("first", range(BLOCK_SIZE + 1), max_tokens=1 + len(outcomes) if by_length else 99)
     driven.step()
-    compute = driven.plan()
-    assert compute is not None
-    [choice] = compute.work.plan.step.decodes
+    work = driven.plan()
+    assert work is not None
+    [choice] = work.plan.decodes
     steps: Any = driven.core.steps
     steps._config.eos_token_ids = frozenset({outcomes[-1]} if not by_length else ())
     steps._advance(choice, map(SampledToken, outcomes), Step(decodes=[choice], drafts={choice: draft}))
@@ -336,3 +343,79 @@ def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:
     driven = Driven(num_blocks=4)
     driven.core.engine.costs = Costs(prefill_s_per_token=1e-4, step_s=1e-2, step_tokens=100)
     assert heartbeat(driven.core, 0).token_s == pytest.approx(2e-4)
+
+
+# --- a transport that hangs --------------------------------------------------------------------------------------
+
+
+def linked(num_blocks: int) -> Driven:
+    """A core with a link to a source."""
+    driven = Driven(num_blocks)
+    welcome: Any = SimpleNamespace(transport="zmq", transport_metadata=b"")
+    driven.handle(SourceOpened(SOURCE.address, SOURCE.incarnation, welcome))
+    return driven
+
+
+def pulling(driven: Driven, name: str) -> StartRead:
+    """A request pulls a prompt of two blocks; the read that has begun."""
+    driven.ask(name, range(100, 100 + 2 * BLOCK_SIZE), max_tokens=9, source=SOURCE)
+    request, lease = RequestId(name), LeaseId(name)
+    ready = BlocksReady(request=request, attempt=1, lease=lease, epoch=1, start=0, block_ids=(0, 1), num_blocks=2)
+    [read] = [each for each in driven.handle(SourceReceived(SOURCE.incarnation, ready)) if isinstance(each, StartRead)]
+    return read
+
+
+def test_while_the_own_transport_hangs_all_but_pulls_goes_on_and_these_end_by_abort_or_deadline() -> None:
+    """No read ends and no poll is answered, so nothing is judged and no block that is read into is free
+    (docs/faults.md)."""
+    driven = linked(num_blocks=32)
+    reads = {name: pulling(driven, name) for name in ("aborted", "overdue")}
+    driven.now = 1.0
+    driven.ask("running", range(5), max_tokens=99)
+    driven.ask("computed", range(20, 29))
+    happened: list[Action] = []
+    for _ in range(50):
+        happened += [*driven.handle(Ticked()), *driven.step(10.0)]
+    reads["new"] = pulling(driven, "new")
+    happened += driven.handle(Ticked())
+    assert len(sent(happened, StepTokens)) >= 49
+    assert [each.request for each in sent(happened, Finished)] == ["computed"]
+    assert sent(happened, Failed) == []
+    assert [each for each in happened if isinstance(each, Poll | DropSource)] == [Poll()]
+    assert set(driven.core.book.requests) == {*reads, "running"}
+
+    told = driven.hear(GATEWAY, Abort(request=RequestId("aborted"), attempt=1))
+    assert [each.request for each in sent(told, Cancelled)] == ["aborted"]
+    driven.now = BUDGET_S
+    [failed] = sent(driven.handle(Ticked()), Failed)
+    assert (failed.request, failed.cause) == ("overdue", Cause.DEADLINE)
+    assert driven.core.pulls.num_quarantined == 4
+    assert all(driven.core.pool.ref_count(block) == 1 for read in reads.values() for block in read.sink_blocks)
+    assert len(sent(driven.step(), StepTokens)) == 1
+    driven.core.check_invariants()
+
+    for read in reads.values():
+        happened += driven.handle(ReadEnded(read.read_id, "closed"))
+    assert [(each.request, each.cause) for each in sent(happened, Failed)] == [("new", Cause.TRANSFER)]
+    assert driven.core.pulls.num_quarantined == 0
+    assert not any(driven.core.pool.ref_count(block) for read in reads.values() for block in read.sink_blocks)
+    driven.core.check_invariants()
+
+
+def test_a_request_goes_on_elsewhere_if_the_transport_of_its_source_hangs() -> None:
+    """This worker's transport polls, and the read gets no progress."""
+    driven = linked(num_blocks=32)
+    read = pulling(driven, "r")
+    bound_s = driven.core.settings.read_bound_s
+    dropped: list[Action] = []
+    while not dropped:
+        assert driven.now <= bound_s + 1.0
+        driven.now += 1.0
+        assert Poll() in driven.handle(Ticked())
+        decided = driven.handle(Polled(frozenset()))
+        assert sent(decided, Failed) == []
+        dropped = [each for each in decided if isinstance(each, DropSource)]
+    assert driven.now > bound_s
+    [failed] = sent(driven.handle(ReadEnded(read.read_id, "dropped")), Failed)
+    assert (failed.request, failed.cause) == ("r", Cause.TRANSFER)
+    assert driven.core.pool.num_used == 0

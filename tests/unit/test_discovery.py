@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvloop
 from kubernetes_api import DECODE, NAMESPACE, PREFILL, FakeApi, Pod, running_api
+from kubernetes_asyncio import config
+from kubernetes_asyncio.client import Configuration
 from prometheus_client import CollectorRegistry
 from waiting import StandingClock
 
@@ -192,6 +196,46 @@ async def test_slices_without_the_port_name_have_no_workers() -> None:
         api.put("d-1", DECODE, [A], port_name="http")
         api.put("d-2", DECODE, [B], port=7001)
         await told.decode(at(B, port=7001))
+
+
+@pytest.mark.parametrize("in_pod", [True, False], ids=["in a pod", "elsewhere"])
+async def test_in_a_pod_the_api_server_is_asked_past_a_proxy(
+    in_pod: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`NO_PROXY` has the cluster's network there, which says nothing to the client."""
+
+    def load(client_configuration: Configuration) -> None:
+        client_configuration.host = api.url
+
+    async def load_elsewhere(client_configuration: Configuration) -> None:
+        load(client_configuration)
+
+    namespace = tmp_path / "namespace"
+    namespace.write_text(NAMESPACE)
+    monkeypatch.setattr(endpoint_slices, "_NAMESPACE_FILE", namespace)
+    monkeypatch.setattr(config, "load_incluster_config", load)
+    monkeypatch.setattr(config, "load_kube_config", load_elsewhere)
+    monkeypatch.setattr(ssl, "create_default_context", lambda **_: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    if in_pod:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    with socket.socket() as proxy:
+        proxy.bind(("127.0.0.1", 0))  # connections to it are refused
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.0/8,.svc,.cluster.local")
+        async with running_api() as api:
+            api.put("d-1", DECODE, [A])
+            opened, own = await endpoint_slices.open_api(None)
+            async with opened:
+                source = EndpointSliceSource(opened, own, DECODE)
+                if in_pod:
+                    assert own == NAMESPACE
+                    assert await source.list_once() == [at(A)]
+                else:
+                    with pytest.raises(SourceError, match="Cannot connect"):
+                        await source.list_once()
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------
@@ -528,6 +572,65 @@ async def test_all_addresses_of_a_name_are_workers(monkeypatch: pytest.MonkeyPat
     assert len(told.last[Role.DECODE]) == 2, "a name that does not resolve for a while takes nothing away"
     hosts = ["10.0.0.3"]
     await told.decode(Endpoint(address="10.0.0.3:7000"))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_name_that_has_no_addresses_any_more_is_a_list_of_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a Service without ready pods. One such answer may be a moment in which the Service is made again."""
+    answers: list[Any] = []
+
+    def resolve(*_: object) -> list[Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, int):
+            raise socket.gaierror(answer, "no address")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in answer]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    source = DnsSource("workers.models", 7000, 1.0, Resolver(WAIT_S))
+
+    async def listed(answer: Any) -> list[str]:
+        answers.append(answer)
+        return sorted(each.address for each in await source.list_once())
+
+    for none in (socket.EAI_NONAME, socket.EAI_NODATA):
+        with pytest.raises(SourceError, match="does not resolve"):
+            await listed(none)
+    both = ["10.0.0.1:7000", "10.0.0.2:7000"]
+    for none in (socket.EAI_NONAME, socket.EAI_NODATA):
+        assert await listed(["10.0.0.1", "10.0.0.2"]) == both
+        assert await listed(none) == both, "for a moment"
+        assert await listed(["10.0.0.1", "10.0.0.2"]) == both
+        assert await listed(none) == both, "two in a row"
+        with pytest.raises(SourceError, match="does not resolve"):
+            await listed(socket.EAI_AGAIN)
+        assert await listed(none) == []
+        assert await listed(none) == []
+        with pytest.raises(SourceError, match="does not resolve"):
+            await listed(socket.EAI_AGAIN)
+
+
+async def test_an_empty_pool_is_no_source_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`BatonDiscoveryStale` and `BatonWorkersNotUsed` would report it."""
+    hosts = ["10.0.0.1"]
+
+    def resolve(*_: object) -> list[Any]:
+        if not hosts:
+            raise socket.gaierror(socket.EAI_NODATA, "no address")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in hosts]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    told, clock = Told(), StandingClock()
+    source = DnsSource("workers.models", 7000, 0.01, Resolver(WAIT_S))
+    task = asyncio.create_task(Discovery({Role.DECODE: source}, told.registry, clock).run(told))
+    await told.decode(Endpoint(address="10.0.0.1:7000"))
+    clock.now += 100
+    hosts.clear()
+    await told.decode()
+    assert told.counted("discovered_workers") == told.counted("discovery_age_seconds") == 0
+    assert told.counted("discovery_errors_total") == 0
+    hosts.append("10.0.0.2")
+    await told.decode(Endpoint(address="10.0.0.2:7000"))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -12,6 +12,7 @@ import pytest
 from dispatcher_bench import D2, FINGERPRINT, P2, PROMPT, Bench, D, P, failure, heartbeat, settle, text, welcome
 
 from common.contract.errors import Cause, FingerprintMismatchError
+from common.contract.ids import RequestKey
 from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Prefill, PrefixHint, Resume, Source
 from common.contract.messages.session import HelloRefused, Role
 from common.contract.messages.worker import PromptLogprobs, Tokens, TokenScores
@@ -21,6 +22,7 @@ from common.runtime.config import GatewaySettings, load
 from gateway.__main__ import ttft_limits_of
 from gateway.dispatch import dispatcher
 from gateway.dispatch.ttft_limits import TtftLimits
+from gateway.serving.flow import Flow
 from gateway.serving.generation import Admittance, Delta, Generation, GenerationFailed
 from gateway.serving.waterfall import Waterfall
 
@@ -112,6 +114,26 @@ async def test_loads_balance_when_a_session_ends_and_opens_again(bench: Bench, r
     assert bench.in_flight() == (0, 0)
     await bench.request()
     assert bench.in_flight() == (1, 1)
+
+
+async def test_a_hello_to_a_worker_that_has_nothing_asks_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that cannot be reached is said Hello every second, for as long as it is listed."""
+    bench = Bench(decode=(D, D2))
+    bench.lose(D2)
+    keys = [(await bench.request())[0] for _ in range(20)]
+    asked: list[str] = []
+    keys_at = Flow.keys_at
+
+    def counted(flow: Flow, address: str) -> list[RequestKey]:
+        asked.append(address)
+        return keys_at(flow, address)
+
+    monkeypatch.setattr(Flow, "keys_at", counted)
+    assert bench.dispatcher.links.hello(bench.link(D2)).open_requests == ()
+    assert asked == []
+    assert set(bench.dispatcher.links.hello(bench.link(D)).open_requests) == set(keys)
+    await bench.close()
+    assert not bench.dispatcher._at
 
 
 async def test_a_resync_begins_again_what_the_worker_has_forgotten(bench: Bench) -> None:

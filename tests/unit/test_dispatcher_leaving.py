@@ -131,9 +131,13 @@ async def test_of_many_that_are_elsewhere_a_few_are_looked_at_in_each_turn(
     bench = make()
     monkeypatch.setattr(leaving, "MOST_LOOKED_AT", 4)
     num = 3 * 4 * _MOST_A_TURN
-    bench.lose(D2)
+    bench.lose(D)
     for key, _ in [await bench.request() for _ in range(num)]:
-        bench.tokens(D, key, 0, 10)
+        bench.tokens(D2, key, 0, 10)
+    bench.open(D)
+    bench.lose(D2)  # they go on at D
+    while len(bench.sent(D, Decode)) < num:
+        await asyncio.sleep(0)
     bench.open(D2)
     bench.say(D, heartbeat(total=100_000))
     await settle()

@@ -880,9 +880,55 @@ async def test_a_worker_that_cannot_take_a_sequence_over_is_not_the_next_one_to_
         bench.fail(tried[-1], bench.decode(tried[-1]).key, cause)
         await time.advance(1.0)  # whether its source has crashed is clear by then
     assert sorted(tried) == [D2, D3]
-    bench.say(D, heartbeat(Phase.DRAINING))  # where all have failed, they are tried again
+    for _ in range(2):  # where all have failed, they are tried again after a while
+        bench.say(D, heartbeat(Phase.DRAINING))
+        await settle()
+        assert len(bench.sent(D2, Decode)) + len(bench.sent(D3, Decode)) == 2
+        await time.advance(0.5)
+    bench.say(D, heartbeat(Phase.DRAINING))
     await settle()
     assert len(bench.sent(D2, Decode)) + len(bench.sent(D3, Decode)) == 3
+
+
+async def test_a_move_that_fails_wherever_it_is_tried_is_tried_again_after_longer_and_longer_pauses(
+    make: Any, time: Time
+) -> None:
+    """Each try takes blocks of a worker that is well, and a place."""
+    bench = make(decode=(D, D2))
+    key, _ = await bench.request(budget_s=1000.0)
+    decoded(bench, key, 10, 11)
+    bench.say(D2, heartbeat())
+    for number, pause_s in enumerate((1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0), 1):
+        bench.say(D, heartbeat(Phase.DRAINING))
+        await settle()
+        assert len(bench.sent(D2, Decode)) == number
+        bench.fail(D2, bench.decode(D2).key, Cause.TRANSFER)
+        await time.advance(0.5)  # whether its source has crashed is clear by then
+        for _ in range(2):
+            bench.say(D, heartbeat(Phase.DRAINING))
+            await settle()
+            assert len(bench.sent(D2, Decode)) == number
+            await time.advance(0.5 * pause_s)
+
+
+async def test_a_worker_that_nobody_has_tried_is_asked_in_the_pause_of_the_others(make: Any, time: Time) -> None:
+    """A drain may end before the pause does."""
+    bench = make(decode=(D, D2, D3))
+    bench.lose(D3)
+    key, _ = await bench.request(budget_s=1000.0)
+    decoded(bench, key, 10, 11)
+    bench.say(D2, heartbeat())
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await settle()
+    bench.fail(D2, bench.decode(D2).key, Cause.TRANSFER)
+    await time.advance(0.5)
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await settle()
+    bench.open(D3)
+    bench.say(D3, heartbeat())
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await settle()
+    assert (len(bench.sent(D2, Decode)), len(bench.sent(D3, Decode))) == (1, 1)
 
 
 async def test_a_worker_that_could_not_take_a_sequence_over_is_asked_again_if_the_others_have_no_room(
@@ -898,6 +944,8 @@ async def test_a_worker_that_could_not_take_a_sequence_over_is_asked_again_if_th
         await settle()
         assert len(bench.sent(D2, Decode)) == number
         bench.fail(D2, bench.decode(D2).key, Cause.TRANSFER)
+        await time.advance(1.0)
+        bench.say(D, heartbeat(Phase.DRAINING))
         await time.advance(1.0)
     assert bench.sent(D3, Decode) == []
 

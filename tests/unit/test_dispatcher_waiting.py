@@ -272,11 +272,14 @@ def come_back(bench: Bench, address: str) -> None:
     bench.say(address, replace(heartbeat(), places=PLACES))
 
 
-async def streams_of_lost_workers(bench: Bench, **options: Any) -> list[Asked]:
-    """Streams whose decode workers, D and D2, are both gone."""
-    bench.lose(D2)
+either_way_lost = pytest.mark.parametrize("crashed", [False, True])
+
+
+async def streams_of_lost_workers(bench: Bench, crashed: bool, **options: Any) -> list[Asked]:
+    """Streams whose decode workers, D and D2, are both gone. After a crash all of them are suspects."""
+    bench.lose(D2, crashed=crashed)
     asked = await streams(bench, **options)
-    bench.lose(D)
+    bench.lose(D, crashed=crashed)
     await turns(lambda: not bench.dispatcher.placement.waiting._new)
     assert len(bench.dispatcher.placement.waiting) == len(asked)
     return asked
@@ -288,9 +291,12 @@ async def placed(bench: Bench) -> tuple[int, int]:
     return decodes(bench, D) - MANY, decodes(bench, D2)
 
 
-async def test_the_first_of_the_lost_workers_that_is_back_does_not_get_all_that_wait(make: Any, time: Time) -> None:
+@either_way_lost
+async def test_the_first_of_the_lost_workers_that_is_back_does_not_get_all_that_wait(
+    make: Any, time: Time, crashed: bool
+) -> None:
     bench = make()
-    await streams_of_lost_workers(bench)
+    await streams_of_lost_workers(bench, crashed)
     await time.advance(0.5 * PATIENCE_S)
     come_back(bench, D)
     assert await placed(bench) == (PLACES, 0)
@@ -302,11 +308,14 @@ async def test_the_first_of_the_lost_workers_that_is_back_does_not_get_all_that_
     assert await placed(bench) == (MANY // 2, MANY // 2), "nobody else is to come, so they need not have places"
 
 
+@either_way_lost
 @pytest.mark.parametrize("places", [16, 90])
-async def test_who_waits_goes_to_places_that_a_worker_has_told(make: Any, time: Time, places: int) -> None:
+async def test_who_waits_goes_to_places_that_a_worker_has_told(
+    make: Any, time: Time, places: int, crashed: bool
+) -> None:
     """Its first heartbeat comes a moment after its session has opened."""
     bench = make()
-    await streams_of_lost_workers(bench)
+    await streams_of_lost_workers(bench, crashed)
     await time.advance(0.1)
     bench.open(D, restarted=True)
     assert await placed(bench) == (0, 0)
@@ -317,9 +326,12 @@ async def test_who_waits_goes_to_places_that_a_worker_has_told(make: Any, time: 
     assert sum(await placed(bench)) == MANY
 
 
-async def test_those_that_wait_for_a_worker_that_stays_away_go_on_after_a_while(make: Any, time: Time) -> None:
+@either_way_lost
+async def test_those_that_wait_for_a_worker_that_stays_away_go_on_after_a_while(
+    make: Any, time: Time, crashed: bool
+) -> None:
     bench = make()
-    await streams_of_lost_workers(bench)
+    await streams_of_lost_workers(bench, crashed)
     come_back(bench, D)
     assert await placed(bench) == (PLACES, 0)
     await time.advance(2.9)
@@ -351,9 +363,12 @@ async def test_nobody_waits_for_a_worker_that_is_not_expected(make: Any, time: T
     assert await placed(bench) == (MANY, 0)
 
 
-async def test_who_waits_for_a_worker_that_comes_back_has_no_more_time_for_it(make: Any, time: Time) -> None:
+@either_way_lost
+async def test_who_waits_for_a_worker_that_comes_back_has_no_more_time_for_it(
+    make: Any, time: Time, crashed: bool
+) -> None:
     bench = make()
-    asked = await streams_of_lost_workers(bench, budget_s=1.0)
+    asked = await streams_of_lost_workers(bench, crashed, budget_s=1.0)
     come_back(bench, D)
     assert await placed(bench) == (PLACES, 0)
     await time.advance(2.1)  # a worker would have been the first to say so

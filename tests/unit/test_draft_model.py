@@ -233,6 +233,21 @@ def test_no_step_runs_ahead_where_it_drafts_and_every_step_does_where_it_never_p
         dear.end_step(step)
 
 
+def test_nobody_drafts_for_who_has_ended() -> None:
+    """It is still in the step that runs: that was planned before the tokens of the step before it were known."""
+    bench = DraftBench(looks_up=True)
+    ended, other = running(bench, "repeating", LIKE_TEXT), running(bench, "other", 40)
+    bench.model.table(other).acceptance = 0.0
+    step = bench.scheduler.schedule(bench.now, may_draft=False)
+    assert step.decodes == [ended, other]
+    assert not bench.scheduler.may_run_ahead(step), "drafts pay for the first one"
+    bench.scheduler.sequences.remove(ended)
+    assert bench.scheduler.may_run_ahead(step)
+    assert ended.lookup is None
+    assert ended.draft is None
+    bench.check()
+
+
 def test_a_number_that_is_set_is_drafted_whatever_it_costs() -> None:
     bench = DraftBench(draft_times=FREE, draft_tokens=3, is_right=lambda choice: False)
     choice = running(bench, "a", 40)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from common.engine.batch import Sampled, Slice
-from common.engine.runner import ModelRunner, load_runner
+from common.engine.batch import Decodes, Sampled, Slice
+from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.engine.timing import measure_costs
 from common.scheduling.costs import Costs
 
@@ -50,6 +50,12 @@ class TimedRunner:
         self.sizes.append(num_tokens)
         self.now += self._step_s + num_tokens * self._token_s + (self.delays.pop(0) if self.delays else 0.0)
         return self._runner.step(slices)
+
+    def submit(self, slices: Sequence[Slice], decodes: Decodes) -> Submitted:
+        assert (len(slices), decodes.token_ids_D.size) == (0, 1)
+        self.sizes.append(1)
+        self.now += self._step_s + self._token_s + (self.delays.pop(0) if self.delays else 0.0)
+        return self._runner.submit(slices, decodes)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.now += len(pairs) * self._block_s
@@ -218,6 +224,17 @@ def test_an_interruption_of_one_least_step_does_not_count(folder: Path) -> None:
     runner.delays = [0.0, 0.2]
     assert measured(runner).least_step_s == pytest.approx(0.08)
     assert runner.sizes == [16, 1, 1, 1], "the second step was the one that took longer"
+
+
+def test_no_step_takes_less_than_the_least_one() -> None:
+    """All of its measurements were interrupted by other workers that started."""
+    costs = Costs(least_step_s=0.3)
+    costs.observe_step(16, 1, 0.2)
+    assert costs.least_step_s == 0.2
+    costs.observe_prefill(256, 0.1)
+    assert costs.least_step_s == 0.1
+    costs.observe_step(0, 1, 0.5)
+    assert costs.least_step_s == 0.1
 
 
 def test_a_measurement_leaves_the_cache_as_it_was(folder: Path) -> None:

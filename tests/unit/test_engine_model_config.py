@@ -300,6 +300,31 @@ def test_end_of_sequence_tokens(
     assert read(tmp_path, LLAMA | {"eos_token_id": stated}, generation).eos_token_ids == expected
 
 
+@pytest.mark.parametrize("stated", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
+@pytest.mark.parametrize(("generation", "expected"), [(None, {1, 9}), ({"eos_token_id": [7, 8]}, {7, 8, 9})])
+def test_the_tokenizers_end_of_sequence_token_ends_a_sequence_too(
+    tmp_path: Path, stated: object, generation: dict[str, Any] | None, expected: set[int]
+) -> None:
+    """As of a model for chats that was made from one that ends texts by another token."""
+    added = [{"id": 1, "content": "<|endoftext|>"}, {"id": 9, "content": "<|im_end|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": added}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
+    assert read(tmp_path, LLAMA, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("stated", [{}, {"eos_token": None}, {"eos_token": 9}, {"eos_token": "<|im_end|>"}], ids=str)
+def test_a_tokenizer_may_name_no_token_that_ends_a_sequence(
+    tmp_path: Path, stated: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or one that its vocabulary lacks."""
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+    assert read(tmp_path, LLAMA).eos_token_ids == {1}
+    assert "names no end-of-sequence token" not in caplog.text
+    assert read(tmp_path, LLAMA | {"eos_token_id": None}).eos_token_ids == set()
+    assert "names no end-of-sequence token" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -379,39 +379,40 @@ async def test_a_step_copies_then_swaps_out_then_in_then_computes(engine: Engine
     right, *wrong = answers
     assert right not in wrong, "another order cannot be told from the right one"
     prepare()
-    assert await engine.outcomes(engine.submit([last], [(2, 5)], [(5, 1)], [(1, 7)])) == right
+    result = await engine.finish(engine.submit([last], [(2, 5)], [(5, 1)], [(1, 7)]))
+    assert result.outcomes == right
 
 
 async def test_a_step_may_only_move_blocks(engine: Engine) -> None:
     cache = engine.runner.cache
     cache.blocks[2] = 1.0
     moves = engine.submit([], copies=[(2, 5)], swap_outs=[(5, 1)], swap_ins=[(1, 7)])
-    assert await engine.outcomes(moves) == []
+    assert (await engine.finish(moves)).outcomes == []
     assert bool((cache.blocks[[2, 5, 7]] == 1.0).all())
-    assert await engine.outcomes(engine.submit([])) == []
+    assert (await engine.finish(engine.submit([]))).outcomes == []
     assert engine.num_steps == 2
 
 
 async def test_a_step_is_timed_on_its_thread(engine: Engine) -> None:
     """The time that a step waits for the thread is not its own."""
-    assert engine.last_step_s == 0.0
     gate = threading.Event()
     blocking = engine.call(gate.wait)
     await asyncio.sleep(0)
     step = engine.submit([Slice(token_ids=PROMPT, start=0, block_table=[3, 1, 2])])
-    waiting = asyncio.create_task(engine.outcomes(step))
+    waiting = asyncio.create_task(engine.finish(step))
     await asyncio.sleep(0.2)
     opened = time.perf_counter()
     gate.set()
-    await waiting
-    assert 0.0 < engine.last_step_s <= time.perf_counter() - opened
+    result = await waiting
+    assert 0.0 < result.duration_s <= time.perf_counter() - opened
+    assert engine.busy_s == result.duration_s
     await blocking
 
 
 async def test_a_step_that_fails_does_not_count(engine: Engine) -> None:
     with pytest.raises(AssertionError, match="no room at 8"):
-        await engine.outcomes(engine.submit([], swap_outs=[(0, 8)]))
-    assert (engine.num_steps, engine.last_step_s) == (0, 0.0)
+        await engine.finish(engine.submit([], swap_outs=[(0, 8)]))
+    assert (engine.num_steps, engine.busy_s) == (0, 0.0)
 
 
 def test_a_worker_takes_a_gpu_if_there_is_one_and_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

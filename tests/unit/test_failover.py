@@ -184,6 +184,17 @@ def test_who_has_refused_a_request_is_asked_again_once_it_is_let_in(run: Run) ->
     assert run.want.avoid == frozenset()
 
 
+def test_who_has_refused_a_request_is_asked_again_once_a_failure_lets_it_in(run: Run) -> None:
+    """Three that were full would count as three that could not be read."""
+    run.on(P, failed(Cause.CAPACITY, "full"))
+    assert run.want.avoid == {life(P)}
+    assert not run.want.admitted
+    run.go(D, P2)
+    run.on(D, failed(Cause.LEASE_LOST))
+    assert run.want.avoid == frozenset()
+    assert run.want.admitted
+
+
 def test_a_reader_of_a_source_that_the_gateway_has_lost_too_is_not_avoided(run: Run) -> None:
     run.on(P, tokens(START, 1))
     assert run.lose(P) == [], "the decode worker may have read everything"

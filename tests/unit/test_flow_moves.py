@@ -293,8 +293,7 @@ def test_a_choice_that_was_cut_in_vain_is_aborted_again_after_messages_were_lost
     run.move(D2, 0)
     run.on(D, cut(START + 1, choice=0), attempt=run.attempts[0])
     run.lose(D2)
-    old = run.attempts[0]
-    seen = run.do(run.flow.on_resync(old, old.decode, known=True))
+    seen = run.resync(D, known=True, attempt=run.attempts[0])
     assert seen == [Sent(D, ABORT_CHOICE), Sent(D, resend(START + 1, choice=1))]
     run.do(run.flow.cancel())
     run.check_end()
@@ -408,7 +407,7 @@ def test_an_old_one_that_knows_nothing_more_has_handed_over(run: Run, was_cut: b
     run.move(D2)
     if was_cut:
         run.on(D, cut(START + 2), attempt=run.attempts[0])
-    _ = run.do(run.flow.on_resync(run.attempts[0], run.attempts[0].decode, known=False))
+    _ = run.resync(D, known=False, attempt=run.attempts[0])
     assert run.flow.wants == []
     run.on(D2, tokens(START + 2, 3, end="stop"))
     assert run.flow.state is FlowState.DONE
@@ -419,7 +418,7 @@ def test_missing_tokens_of_a_choice_that_has_moved_are_asked_of_the_new_one() ->
     run.on(D, tokens(START, 1, choice=0), tokens(START, 5, choice=1))
     run.move(D2, 0)
     run.on(D2, tokens(START + 1, 2, choice=0))
-    run.do(run.flow.on_resync(run.attempts[0], run.attempts[0].decode, known=True))
+    run.resync(D, known=True, attempt=run.attempts[0])
     assert run.sent(Resend) == [(D, resend(START + 1, choice=1))]
     run.do(run.flow.cancel())
     run.check_end()

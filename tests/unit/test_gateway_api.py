@@ -53,7 +53,7 @@ async def test_completion() -> None:
     assert answer.model == MODEL
     assert answer.id.startswith("cmpl-")
     (choice,) = answer.choices
-    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, STORY, "stop", None)
+    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, STORY, "length", None)
     assert answer.usage is not None
     num_generated = len(encode(STORY))
     num_prompt = 1 + len(encode("hello"))
@@ -83,15 +83,15 @@ def fields(value: Any) -> Any:
 
 
 async def test_chat() -> None:
-    generator = ScriptedGenerator(text=STORY, finish_reason="length")
+    generator = ScriptedGenerator(token_ids=[*encode(STORY), EOS], finish_reason="stop")
     async with openai_client(generator) as client:
         answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", STORY, "length")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", STORY, "stop")
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(encode(STORY))
+    assert answer.usage.completion_tokens == len(encode(STORY)) + 1
     expected = (BOS, *encode("user: hello\nassistant:"))
     assert generator.generations[0].token_ids == expected, "one beginning-of-text token, the template's"
 
@@ -115,7 +115,7 @@ async def test_streams_carry_the_same_text(tokens_per_delta: int) -> None:
         completion = await client.completions.create(model=MODEL, prompt="hello", max_tokens=100, stream=True)
         chunks = [chunk async for chunk in completion]
         assert "".join(chunk.choices[0].text for chunk in chunks) == STORY
-        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
         assert {chunk.choices[0].finish_reason for chunk in chunks[:-1]} <= {None}
         assert len({chunk.id for chunk in chunks}) == 1
 
@@ -126,7 +126,7 @@ async def test_streams_carry_the_same_text(tokens_per_delta: int) -> None:
     *content, last = chat_chunks
     assert "".join(chunk.choices[0].delta.content or "" for chunk in content) == STORY
     assert [chunk.choices[0].delta.role for chunk in content] == ["assistant"] + [None] * (len(content) - 1)
-    assert content[-1].choices[0].finish_reason == "stop"
+    assert content[-1].choices[0].finish_reason == "length"
     assert all(chunk.usage is None for chunk in content)
     assert last.choices == []
     assert last.usage is not None
@@ -516,7 +516,7 @@ async def test_prompts_are_counted_once_for_all_chunks(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("prompt", ["hello fox", encode("hello fox")], ids=["text", "tokens"])
 async def test_an_echo_begins_with_the_prompt_and_stops_nothing(prompt: str | list[int]) -> None:
     """Of each choice, once, streamed or not; it is no part of what was generated."""
-    generator = ScriptedGenerator(text=STORY, finish_reason="length", tokens_per_delta=1)
+    generator = ScriptedGenerator(text=STORY, tokens_per_delta=1)
     body = {"prompt": prompt, "echo": True, "stop": "own fo", "n": 2, "max_tokens": 100}
     expected = "hello fox" + STORY[: STORY.index("own fo")]
     chunks = await stream_of(generator, COMPLETIONS_PATH, body)
@@ -551,7 +551,7 @@ async def test_a_choice_that_has_stopped_ignores_what_follows() -> None:
 
 
 async def test_special_tokens_are_no_text_and_count() -> None:
-    generator = ScriptedGenerator(token_ids=[*encode("hello"), EOS])
+    generator = ScriptedGenerator(token_ids=[*encode("hello"), EOS], finish_reason="stop")
     async with openai_client(generator) as client:
         answer = await client.completions.create(model=MODEL, prompt="a")
     assert answer.choices[0].text == "hello"
@@ -561,15 +561,17 @@ async def test_special_tokens_are_no_text_and_count() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens_per_delta", [1, 100])
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(("reason", "expected"), [("stop", "hello "), ("length", "hello f")])
 async def test_a_stop_token_is_no_text_and_counts(
-    stream: bool, tokens_per_delta: int, reason: FinishReason, expected: str
+    stream: bool, tokens_per_delta: int, named: bool, reason: FinishReason, expected: str
 ) -> None:
-    """As a stop string is not; if the answer goes on after it, or has its length with it, it is text."""
+    """As a stop string is not; if the answer goes on after it, or has its length with it, it is text. The model's own
+    may be tokens that the tokenizer does not call special."""
     (stop_token,) = encode("f")
     token_ids = [*encode("hello "), stop_token]
     generator = ScriptedGenerator(token_ids=token_ids, finish_reason=reason, tokens_per_delta=tokens_per_delta)
-    body = COMPLETION | {"max_tokens": 50, "stop_token_ids": [stop_token]}
+    body = COMPLETION | {"max_tokens": 50} | ({"stop_token_ids": [stop_token]} if named else {})
     if stream:
         chunks = await stream_of(generator, COMPLETIONS_PATH, body)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
@@ -608,6 +610,44 @@ async def test_special_tokens_are_spelt_out_where_that_is_asked_for(
         assert answer["choices"][0]["text"] == expected
         if "stop" not in body:
             assert answer["usage"]["completion_tokens"] == len(token_ids)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS_PATH, CHAT_PATH])
+@pytest.mark.parametrize("tokens_per_delta", [1, 100])
+@pytest.mark.parametrize(
+    ("last", "by_worker", "body", "expected"),
+    [
+        (EOS, "stop", {}, ("stop", None)),
+        (EOS, "stop", {"stop_token_ids": [5, EOS]}, ("stop", None)),
+        (EOS, "stop", {"stop_token_ids": [5, EOS], "ignore_eos": True}, ("stop", EOS)),
+        (6, "stop", {"stop_token_ids": [5, 6]}, ("stop", 6)),
+        (6, "stop", {}, ("stop", 6)),
+        (6, "length", {"stop": "cat"}, ("length", None)),
+        (EOS, "stop", {"stop": ["lazy", "jumps"]}, ("stop", "jumps")),
+        (6, "stop", {"stop": ["ox", "fox", "own fox"]}, ("stop", "own fox")),
+        (6, "length", {"stop": ["dog", "dogs"]}, ("stop", "dog")),
+    ],
+)
+async def test_an_answer_tells_what_stopped_it(
+    path: str,
+    tokens_per_delta: int,
+    last: int,
+    by_worker: FinishReason,
+    body: dict[str, Any],
+    expected: tuple[str, int | str | None],
+) -> None:
+    """As vLLM does: nothing of the tokenizer's end of sequence, but the model may have others."""
+    generator = ScriptedGenerator(
+        token_ids=[*encode(STORY), last], finish_reason=by_worker, tokens_per_delta=tokens_per_delta
+    )
+    body = COMPLETION | CHAT | {"max_tokens": 100} | body
+    status, answer, _ = await post(path, body, generator)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == expected
+    *others, end = [chunk["choices"][0] for chunk in await stream_of(generator, path, body)]
+    assert (end["finish_reason"], end["stop_reason"]) == expected
+    assert {each["stop_reason"] for each in others} <= {None}
 
 
 async def test_models() -> None:

@@ -28,17 +28,22 @@ def counted(server: Server, sample: str) -> bool:
     return sample in server.metrics.exposition().decode()
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["closes", "closes its sending side"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_before", [0, 3])
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "hello again"]])
-async def test_nothing_is_written_and_the_client_leaves(stream: bool, num_before: int, prompt: Any) -> None:
+async def test_nothing_is_written_and_the_client_leaves(half: bool, stream: bool, num_before: int, prompt: Any) -> None:
     generator = ScriptedGenerator(text="hello world the end of the story", hang=True, num_before=num_before)
     async with serve(generator) as server:
-        _, writer = await connect(server, BODY | {"stream": stream, "prompt": prompt})
+        reader, writer = await connect(server, BODY | {"stream": stream, "prompt": prompt})
         async with asyncio.timeout(30):
             await generator.hanging.wait()
             while generator.num_open < (1 if prompt == "hello" else 2):
                 await asyncio.sleep(0.005)
+        if half:
+            writer.write_eof()
+            async with asyncio.timeout(20):
+                await reader.read()  # the server closes the connection
         writer.close()
         async with asyncio.timeout(20):
             await generator.closed_early.wait()

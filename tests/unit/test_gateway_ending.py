@@ -7,13 +7,16 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+import uvloop
 from gateway_fixtures import (
     COMPLETION,
     COMPLETIONS_PATH,
@@ -26,6 +29,7 @@ from gateway_fixtures import (
 )
 from prometheus_client.metrics_core import Metric
 from test_connections import HEALTH, LARGE, Time
+from test_gateway_tls import Certificate
 from waiting import eventually
 
 import gateway.__main__ as program
@@ -35,16 +39,22 @@ from gateway.access.connections import ConnectionBounds, Listener
 from gateway.api import create_app, create_runner
 from gateway.observability.metrics import GatewayMetrics
 from gateway.text.tokenizer import ModelTokenizer
+from gateway.web.tls import ServerTls
 
 GRACE_S = 600.0
 TIMEOUT_S = 20.0
 
 
 class Gateway:
-    """One that is told to end by the test."""
+    """One that is told to end by the test; over TLS if it has a certificate."""
 
-    def __init__(self, generator: ScriptedGenerator, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, generator: ScriptedGenerator, grace_s: float = GRACE_S, certificate: Certificate | None = None
+    ) -> None:
         self.generator = generator
+        self.tls = None if certificate is None else ServerTls(certificate.chain, certificate.key).context
+        self.trusting = None if certificate is None else certificate.client()
+        """What its clients connect with."""
         self.metrics = GatewayMetrics(MODEL)
         app = create_app(generator, tokenizer(), settings(), self.metrics)
         self.runner = create_runner(app, shutdown_timeout_s=grace_s)
@@ -53,20 +63,20 @@ class Gateway:
 
     async def start(self, send_buffer_bytes: int | None = None) -> str:
         await self.runner.setup()
-        self.listener = Listener(self.runner, ConnectionBounds(), self.metrics)
+        self.listener = Listener(self.runner, ConnectionBounds(), self.metrics, self.tls)
         place = socket.create_server(("127.0.0.1", 0))
         if send_buffer_bytes is not None:
             place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         self.listener.listen(place)
         self.port = self.listener.port
-        return f"http://127.0.0.1:{self.port}{COMPLETIONS_PATH}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}{COMPLETIONS_PATH}"
 
     async def end(self) -> None:
         await self.listener.close()
         await self.runner.cleanup()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
+        return await asyncio.open_connection("127.0.0.1", self.port, ssl=self.trusting)
 
     async def begin_to_end(self) -> asyncio.Task[None]:
         """Tell it to end. Returns once it has closed an idle connection, so that its grace period has begun."""
@@ -99,15 +109,15 @@ def head(content_length: int, more: str = "") -> bytes:
 
 @asynccontextmanager
 async def asked(
-    generator: ScriptedGenerator, **body: Any
+    generator: ScriptedGenerator, certificate: Certificate | None = None, **body: Any
 ) -> AsyncIterator[tuple[Gateway, asyncio.Task[tuple[int, str]]]]:
     """A gateway, and a client that waits for its answer."""
-    gateway = Gateway(generator)
+    gateway = Gateway(generator, certificate=certificate)
     url = await gateway.start()
 
     async def ask() -> tuple[int, str]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session:
-            async with session.post(url, json=COMPLETION | body) as response:
+            async with session.post(url, json=COMPLETION | body, ssl=gateway.trusting or True) as response:
                 return response.status, await response.text()  # raises if it breaks off
 
     asking = asyncio.create_task(ask())
@@ -149,6 +159,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error_and_in_order(caplog: pyte
     assert_error(json.loads(data.removeprefix("data: ")), None, "draining")
     assert "[DONE]" not in text
     assert "the client has left" not in caplog.text
+    assert "ended in the grace period: 0; cut off: 1" in caplog.text
     (told,) = [each.getMessage() for each in caplog.records if " failed: " in each.getMessage()]
     assert "draining: this gateway ends" in told
 
@@ -163,7 +174,8 @@ async def test_what_has_nothing_to_show_yet_is_a_503(stream: bool, caplog: pytes
     assert "the client has left" not in caplog.text
 
 
-async def test_who_is_done_in_time_is_served_and_then_the_gateway_is_gone() -> None:
+async def test_who_is_done_in_time_is_served_and_then_the_gateway_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     generator = ScriptedGenerator(pause_s=1, hang=False)
     generator.hanging.set()
     async with asked(generator, stream=True) as (gateway, asking):
@@ -179,6 +191,7 @@ async def test_who_is_done_in_time_is_served_and_then_the_gateway_is_gone() -> N
             status, text = await asking
     assert status == 200
     assert text.endswith("data: [DONE]\n\n")
+    assert "ended in the grace period: 1; cut off: 0" in caplog.text
 
 
 async def test_a_client_that_left_is_still_said_to_have_left(caplog: pytest.LogCaptureFixture) -> None:
@@ -202,12 +215,14 @@ async def test_idle_connections_are_closed_at_once() -> None:
     assert gateway.num_refused == 0
 
 
+@pytest.mark.parametrize("over_tls", [False, True], ids=["http", "https"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_whose_body_is_arriving_is_served(stream: bool) -> None:
+async def test_a_request_whose_body_is_arriving_is_served(stream: bool, over_tls: bool, tmp_path: Path) -> None:
     gate = asyncio.Event()
     generator = ScriptedGenerator(text=STORY, gate=gate, num_before=2)
     generator.hanging.set()
-    async with asked(generator, stream=True) as (gateway, asking):
+    certificate = Certificate(tmp_path) if over_tls else None
+    async with asked(generator, certificate, stream=True) as (gateway, asking):
         await eventually(lambda: generator.num_open == 1)
         body = json.dumps(COMPLETION | {"stream": stream}).encode()
         reader, writer = await gateway.connect()
@@ -332,6 +347,23 @@ async def test_a_gateway_does_not_end_before_its_last_answers_are_read() -> None
     assert gateway.num_refused == 0
 
 
+ON_UVLOOP: dict[str, Callable[[Path], Coroutine[Any, Any, None]]] = {
+    "idle": lambda _: test_idle_connections_are_closed_at_once(),
+    "unread": lambda _: test_a_gateway_does_not_end_before_its_last_answers_are_read(),
+    "body, http": partial(test_a_request_whose_body_is_arriving_is_served, False, False),
+    "body, https": partial(test_a_request_whose_body_is_arriving_is_served, False, True),
+    "body, https, stream": partial(test_a_request_whose_body_is_arriving_is_served, True, True),
+}
+
+
+@pytest.mark.parametrize("test", ON_UVLOOP.values(), ids=ON_UVLOOP)
+def test_connections_end_alike_on_the_loop_of_a_gateway(
+    test: Callable[[Path], Coroutine[Any, Any, None]], tmp_path: Path
+) -> None:
+    """The gateway runs on uvloop."""
+    uvloop.run(test(tmp_path))
+
+
 class FragileLinks:
     """The links of a gateway to its workers, which fail when a test says so."""
 
@@ -359,7 +391,6 @@ class FragileDispatcher(ScriptedGenerator):
         return ()
 
 
-@pytest.mark.usefixtures("no_settings")
 def takes_connections(url: str) -> bool:
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -368,6 +399,7 @@ def takes_connections(url: str) -> bool:
         return made.connect_ex((parts.hostname, parts.port)) == 0
 
 
+@pytest.mark.usefixtures("limit_of_files_restored")
 @pytest.mark.parametrize("stops", [False, True], ids=["serving", "ending"])
 async def test_a_gateway_whose_links_fail_gives_open_streams_no_grace(
     stops: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

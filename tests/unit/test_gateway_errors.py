@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import bad_fields
+import openai
 import pytest
 import pytest_asyncio
 from gateway_fixtures import (
@@ -20,18 +21,23 @@ from gateway_fixtures import (
     COMPLETION,
     COMPLETIONS_PATH,
     CONTEXT,
+    MESSAGES,
     MODEL,
     Refusing,
     ScriptedGenerator,
     assert_error,
     byte_level_backend,
     encode,
+    plain_openai,
     post,
     serve,
     serve_refusing,
     settings,
     wrap,
 )
+
+from common.contract.errors import Cause
+from gateway.serving.generation import GenerationFailed
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -128,6 +134,18 @@ async def test_a_context_that_is_exceeded_is_told_in_the_words_of_openai(change:
     """Clients look for them in the message, not for the code."""
     _, answer, _ = await post(COMPLETIONS_PATH, COMPLETION | change)
     assert answer["error"]["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens")
+
+
+@pytest.mark.parametrize(("cause", "num_requests"), [(Cause.POISON, 1), (Cause.INTERNAL, 2)])
+async def test_the_openai_client_sends_what_crashes_workers_only_once(cause: Cause, num_requests: int) -> None:
+    """Each repetition would begin without suspicion, and crash as many workers again."""
+    generator = ScriptedGenerator(failure=GenerationFailed(cause, "two workers have crashed with this request"))
+    async with serve(generator) as server, plain_openai(server.url, max_retries=1) as client:
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert refused.value.code == cause
+    assert refused.value.response.headers.get("x-should-retry") == ("false" if cause is Cause.POISON else None)
+    assert len(generator.generations) == num_requests
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS_PATH, CHAT_PATH, "/tokenize", "/detokenize"])
@@ -250,6 +268,9 @@ async def test_null_and_values_that_ask_for_nothing_count_as_absent() -> None:
         "logit_bias": {},
         "tools": [],
         "response_format": {"type": "text"},
+        "model": "",
+        "thinking_token_budget": -1,
+        "watermarking": False,
     }
     status, _, _ = await post(COMPLETIONS_PATH, COMPLETION | harmless)
     assert status == 200

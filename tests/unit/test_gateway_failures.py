@@ -23,6 +23,7 @@ from gateway_fixtures import (
 )
 
 from common.contract.errors import Cause
+from common.runtime.descriptors import allow_descriptors
 from gateway.intake.request_intake import Intake
 from gateway.serving.generation import Delta, GenerationFailed
 
@@ -141,9 +142,12 @@ async def test_too_many_requests_in_flight() -> None:
                     await asyncio.sleep(0.01)
 
 
+@pytest.mark.usefixtures("limit_of_files_restored")
 async def test_a_closed_loop_of_1024_clients_is_served() -> None:
     """By default none is refused, nor are those who ask again before the end of their last request is counted."""
     num_clients, generator = 1024, ScriptedGenerator(hang=True)
+    num_files = 2 * num_clients + 512  # the ends of connections, and whatever else this process has open
+    assert allow_descriptors(num_files) == num_files, "the system does not allow as many open files"
     async with serve(generator) as server:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:

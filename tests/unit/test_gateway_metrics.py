@@ -151,7 +151,7 @@ async def test_requests_are_counted() -> None:
     assert values["baton_gateway_requests_in_flight", ()] == 0
     assert values["vllm:generation_tokens_total", ()] == 2 * len(encode("hello world"))
     assert values["vllm:prompt_tokens_total", ()] == 2 * (1 + len(encode("hello")))
-    assert values["vllm:request_success_total", ("stop",)] == 2
+    assert values["vllm:request_success_total", ("length",)] == 2
     assert values["vllm:time_to_first_token_seconds_count", ()] == 2
     assert values["vllm:e2e_request_latency_seconds_count", ()] == 2
 

@@ -9,7 +9,8 @@ import pytest
 
 from common.contract.errors import OperatorError
 from common.runtime.config import DecodeSettings, GatewaySettings, PrefillSettings, load
-from gateway.__main__ import api_settings_of
+from gateway.__main__ import api_settings_of, bounds_of
+from gateway.access.connections import ConnectionBounds
 from gateway.api_settings import ApiSettings
 
 CONTEXT = 512
@@ -35,6 +36,16 @@ def test_what_an_operator_gets_by_default_punishes_nobody(folder: Path) -> None:
     assert (settings.standard_limit_s, settings.batch_limit_s, settings.silence_s) == (0, 0, 1800)
     assert load(DecodeSettings, "baton decode", ["--model", str(folder)]).max_waiting >= 1024
     assert load(PrefillSettings, "baton prefill", ["--model", str(folder)]).max_waiting >= 1024
+
+
+def test_how_long_connections_may_take_is_the_operators_to_say() -> None:
+    options = {"--idle-timeout-s": "620", "--header-timeout-s": "20", "--max-connections": "100"}
+    given = load(GatewaySettings, "baton gateway", [part for option in options.items() for part in option])
+    assert bounds_of(given) == ConnectionBounds(idle_timeout_s=620, header_timeout_s=20, max_connections=100)
+    assert bounds_of(load(GatewaySettings, "baton gateway", [])) == ConnectionBounds()
+    for value in ("0", "86401"):
+        with pytest.raises(OperatorError, match="--idle-timeout-s"):
+            load(GatewaySettings, "baton gateway", ["--idle-timeout-s", value])
 
 
 def test_the_model_has_its_own_name_or_those_that_it_is_given(folder: Path) -> None:

@@ -17,7 +17,7 @@ from gateway.text.tokenizer import ModelTokenizer
 TIMEOUT_S = 20.0
 
 
-@pytest.mark.usefixtures("no_settings")
+@pytest.mark.usefixtures("limit_of_files_restored")
 async def test_what_it_has_loaded_is_frozen_before_it_is_ready(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

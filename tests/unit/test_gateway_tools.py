@@ -31,9 +31,12 @@ from gateway_fixtures import (
     tokenizer,
     wrap,
 )
+from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletionChunk
 from prometheus_client.parser import text_string_to_metric_families
 from tool_models import NOON, TEMPLATES, TOOLS, WEATHER, backend, tokens_of, tool_settings, tool_tokenizer
+
+from common.runtime.grammar_limits import grammar_limits
 
 ARGUMENTS = '{"city": "Oslo", "days": 3}'
 TWO_CALLS = (
@@ -45,7 +48,7 @@ ONE_CALL = TWO_CALLS[len("Let me see.\n") :].split("\n<tool_call>\n{" + '"name":
 
 def scripted(text: str, **how: Any) -> ScriptedGenerator:
     """A model that says this, and ends."""
-    return ScriptedGenerator(token_ids=[*tokens_of(text), EOS], **how)
+    return ScriptedGenerator(token_ids=[*tokens_of(text), EOS], finish_reason="stop", **how)
 
 
 @asynccontextmanager
@@ -145,14 +148,13 @@ async def test_a_malformed_call_is_text() -> None:
 
 
 async def test_a_call_that_is_cut_does_not_end_the_answer_as_one() -> None:
-    for text, finish_reason, expected in [
-        (TWO_CALLS[:-30], "length", "length"),
-        (TWO_CALLS, "length", "length"),
-        (TWO_CALLS.replace("{}}", '{"a": x}}'), "stop", "stop"),
-        (TWO_CALLS.replace("{}}", "{}]"), "stop", "tool_calls"),
+    for generator, expected in [
+        (ScriptedGenerator(token_ids=tokens_of(TWO_CALLS[:-30])), "length"),
+        (ScriptedGenerator(token_ids=tokens_of(TWO_CALLS)), "length"),
+        (scripted(TWO_CALLS.replace("{}}", '{"a": x}}')), "stop"),
+        (scripted(TWO_CALLS.replace("{}}", "{}]")), "tool_calls"),
     ]:
-        token_ids = tokens_of(text)
-        answer = await ask(ScriptedGenerator(token_ids=token_ids, finish_reason=finish_reason), tools=TOOLS)  # type: ignore[arg-type]
+        answer = await ask(generator, tools=TOOLS)
         assert answer.choices[0].finish_reason == expected
         assert answer.choices[0].message.tool_calls[0].function.arguments == ARGUMENTS
 
@@ -171,6 +173,7 @@ async def test_one_call_ends_the_answer_where_there_may_be_no_more(stream: bool)
         assert answer.choices[0].finish_reason == "tool_calls"
         (call,) = answer.choices[0].message.tool_calls
         assert call.function.arguments == ARGUMENTS
+        assert answer.choices[0].stop_reason is None
         assert answer.usage.completion_tokens < len(tokens_of(TWO_CALLS))
     assert generator.closed_early.is_set()
 
@@ -191,8 +194,12 @@ async def test_a_stop_string_ends_an_answer_within_a_call() -> None:
     (choice,) = answer.choices
     assert choice.finish_reason == "stop"
     assert [call.function.arguments for call in choice.message.tool_calls] == ['{"city": "Os']
+    assert choice.stop_reason == 'lo", '
     answer = await ask(scripted(TWO_CALLS), tools=TOOLS, stop="\n</tool")
-    assert answer.choices[0].finish_reason == "tool_calls"
+    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("tool_calls", "\n</tool")
+    *others, last = await chunks_of(scripted(TWO_CALLS), tools=TOOLS, stop="\n</tool")
+    assert last.choices[0].model_dump()["stop_reason"] == "\n</tool"
+    assert {chunk.choices[0].model_dump()["stop_reason"] for chunk in others} == {None}
 
 
 async def test_log_probabilities_of_all_tokens() -> None:
@@ -492,7 +499,7 @@ async def test_an_answer_in_a_format_keeps_its_white_space_after_reasoning(gap: 
 
 
 async def test_an_answer_that_never_closes_its_reasoning() -> None:
-    answer = await ask(ScriptedGenerator(token_ids=tokens_of("well, hm"), finish_reason="length"), "hermes thinking")
+    answer = await ask(ScriptedGenerator(token_ids=tokens_of("well, hm")), "hermes thinking")
     message = answer.choices[0].message
     assert (message.content, message.reasoning) == ("", "well, hm")
     assert answer.choices[0].finish_reason == "length"
@@ -641,6 +648,45 @@ async def test_an_answer_goes_on_with_the_last_message(text: str) -> None:
         assert backend().decode(generator.generations[-1].token_ids, skip_special_tokens=False) == expected
         assert EOS not in generator.generations[-1].token_ids
         assert answer["choices"][0]["message"]["content"] == " fine."
+
+
+@pytest.mark.parametrize(
+    ("before", "said", "reasoning", "content"),
+    [
+        ("<think>\nOkay, let me", "so</think>\n\nhi", "so", "hi"),
+        ("<think>\nOkay, let me", " see.\n</think>\n\nhi", " see.", "hi"),
+        ("<think>\n", "so</think>\n\nhi", "so", "hi"),
+        ("<think>\nwell\n</think>\n\nOh", " hi. </think>", None, " hi. </think>"),
+        ("The tag <think> means", " this. </think>", None, " this. </think>"),
+    ],
+)
+async def test_an_answer_goes_on_within_the_reasoning_of_the_last_message(
+    before: str, said: str, reasoning: str | None, content: str
+) -> None:
+    """With the space that the model writes there; what is over in the last message is not opened again."""
+    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": before}]
+    body: dict[str, Any] = {"messages": messages, "extra_body": {"continue_final_message": True}}
+    message = (await ask(scripted(said), "hermes reasoning", **body)).choices[0].message
+    assert (getattr(message, "reasoning", None), message.content) == (reasoning, content)
+    deltas = [chunk.choices[0].delta for chunk in await chunks_of(scripted(said), "hermes reasoning", **body)]
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == (reasoning or "")
+    assert "".join(delta.content or "" for delta in deltas) == content
+
+
+async def test_an_answer_in_a_format_goes_on_within_the_reasoning_of_the_last_message() -> None:
+    """The grammar has the model close it."""
+    generator = scripted(' see.\n</think>\n\n{"a": 1}')
+    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "<think>\nOkay, let me"}]
+    body: dict[str, Any] = {"messages": messages, "response_format": {"type": "json_object"}}
+    answer = await ask(generator, "hermes reasoning", **body, extra_body={"continue_final_message": True})
+    assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == (" see.", '{"a": 1}')
+    grammar = generator.generations[0].sampling.grammar
+    assert grammar is not None
+    library = LLTokenizer(backend().to_str(), n_vocab=backend().get_vocab_size(), eos_token=[EOS])
+    for text, complete in ((' see.\n</think>\n\n{"a": 1}', True), ('{"a": 1}', False)):
+        matcher = LLMatcher(library, grammar, log_level=0, limits=grammar_limits())
+        assert matcher.consume_tokens(tokens_of(text)), matcher.get_error()
+        assert matcher.is_accepting() == complete
 
 
 async def test_what_cannot_be_gone_on_with() -> None:

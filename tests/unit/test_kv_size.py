@@ -46,9 +46,6 @@ ARCHITECTURES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("no_settings")
-
-
 def load(*arguments: str) -> KVSizeSettings:
     return load_options(KVSizeSettings, "baton kv-size", arguments, (KVSizeSettings,))
 

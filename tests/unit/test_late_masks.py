@@ -59,13 +59,13 @@ class Running:
             assert self.num_scheduled < MANY, "it plans one step after the other, and there is nothing to do"
             return schedule(now, before, may_draft=may_draft)
 
-        async def outcomes(step: Pause) -> Any:
+        async def finish(step: Pause) -> Any:
             await asyncio.sleep(0)
             return site.engine.execute(*step.step)  # type: ignore[misc]
 
         site.worker._masks = self.masks  # type: ignore[assignment]
         site.core.scheduler.schedule = counted  # type: ignore[method-assign]
-        site.engine.outcomes = outcomes  # type: ignore[method-assign]
+        site.engine.finish = finish  # type: ignore[method-assign]
         site.loop.close()
         site.worker._wake = asyncio.Event()
 

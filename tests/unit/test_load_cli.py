@@ -29,9 +29,6 @@ COMMANDS: dict[str, type[BaseModel]] = {
 GOAL = ("--ttft-target-s", "60")
 
 
-pytestmark = pytest.mark.usefixtures("no_settings")
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[ScriptedServer]:
     async with scripted() as endpoint:

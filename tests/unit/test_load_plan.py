@@ -22,9 +22,6 @@ from common.contract.errors import OperatorError
 MANY = 40_000
 
 
-pytestmark = pytest.mark.usefixtures("no_settings")
-
-
 def plan(**options: Any) -> Plan:
     return make_plan(LoadSettings(**options))
 

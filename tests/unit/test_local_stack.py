@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine
@@ -74,7 +73,6 @@ def test_what_the_stack_decides_is_not_silently_ignored(monkeypatch: pytest.Monk
 
 
 def test_a_grace_that_the_stack_would_cut_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BATON_SHUTDOWN_GRACE_S", raising=False)
     with pytest.raises(OperatorError, match="--grace-s must be more than the 5 s"):  # the gateway's default
         refuse_variables_of_the_stack(ServeSettings(grace_s=5))
     refuse_variables_of_the_stack(ServeSettings(grace_s=5.1))
@@ -170,7 +168,6 @@ def test_a_stack_without_an_output_for_errors_shows_no_progress(monkeypatch: pyt
 def test_requests_wait_for_a_worker_that_is_restarted_unless_a_variable_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("BATON_PATIENCE_S", raising=False)
     assert _environment(ServeSettings())["BATON_PATIENCE_S"] == "86400"
     assert "BATON_PATIENCE_S" not in _environment(ServeSettings(restart="never"))
     monkeypatch.setenv("BATON_PATIENCE_S", "3")
@@ -192,8 +189,6 @@ def test_requests_wait_for_a_worker_that_is_restarted_unless_a_variable_says_oth
 async def test_clients_are_told_the_workers_addresses_only_where_the_operator_says_so(
     monkeypatch: pytest.MonkeyPatch, options: list[str], variable: str | None, explains: bool
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("BATON_")]:
-        monkeypatch.delenv(name)
     if variable is not None:
         monkeypatch.setenv("BATON_EXPLAIN_ROUTING", variable)
     settings = load(ServeSettings, "baton serve", ["--port", "0", *options])

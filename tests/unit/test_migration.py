@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from migration_bench import BLOCK_SIZE, GATEWAY, MAX_TOKENS, Gateway, Leg, Site, World, chain
+from migration_bench import BLOCK_SIZE, BUDGET_S, GATEWAY, MAX_TOKENS, CountedMasks, Gateway, Leg, Site, World, chain
 from step_tokens import handles
 
 from common.contract.errors import Cause
@@ -17,10 +16,9 @@ from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Decode, Drain, Resend, Resume
 from common.contract.messages.handoff import AttachSequence, Detach, OfferWithdrawn, PrefillDone, Settle, Settled
 from common.contract.messages.session import Phase
-from common.contract.messages.worker import Cut, Failed, Finished, Moved, TokenLogprobs, Tokens
+from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, TokenLogprobs, Tokens
 from common.contract.sampling import SamplingParams
-from common.engine.grammar import GaveUp, GrammarState
-from common.engine.masks import Tell
+from common.engine.grammar import GaveUp
 from decode_worker import answers as answers_module
 from decode_worker import migration as migration_module
 from decode_worker import request as request_module
@@ -297,40 +295,6 @@ def test_log_probabilities_travel() -> None:
     assert len(whole.logprobs) == len(whole.token_ids) - len(PROMPT) == 30
 
 
-class CountedMasks:
-    """In place of `Masks`: each is there when the test says so, and it is counted how much was read for it."""
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.at_once = False
-        self.awaited: dict[GrammarState, tuple[int, Tell]] = {}
-        self.num_read: list[int] = []
-        site.worker._masks = self  # type: ignore[assignment]
-
-    def ask(self, grammar: str, state: GrammarState, token_ids: Sequence[int], prompt_len: int, tell: Tell) -> None:
-        assert state not in self.awaited, "it waits for one already"
-        self.awaited[state] = len(token_ids) - prompt_len, tell
-        if self.at_once:
-            self._tell()
-
-    def forget(self, state: GrammarState) -> None:
-        self.awaited.pop(state, None)
-
-    async def wait_for_expected(self) -> None:
-        """None is."""
-
-    def give(self, gave_up: GaveUp | None = None) -> None:
-        self._tell(gave_up)
-        self.site.wake()
-
-    def _tell(self, gave_up: GaveUp | None = None) -> None:
-        for state, (num_output, tell) in list(self.awaited.items()):
-            del self.awaited[state]
-            self.num_read.append(num_output - state.num_read)
-            state.num_read, state.allowed = num_output, b""
-            tell(gave_up)
-
-
 def within_a_grammar(world: World) -> tuple[Leg, CountedMasks, CountedMasks]:
     """A sequence with 7 tokens of its own that waits for its next mask; the masks of both workers."""
     d0 = first(world)
@@ -382,6 +346,44 @@ def test_a_grammar_that_gives_up_at_the_sink_leaves_the_sequence_where_it_is() -
     theirs.give()
     finish(world)
     assert kinds(old) == [Finished]
+
+
+@pytest.mark.parametrize("end", ["an abort", "a deadline", "the loss of the gateway", "a failed second stage"])
+def test_a_move_that_ends_before_its_first_mask_is_known_waits_for_none(end: str) -> None:
+    world = World()
+    d0, d1 = first(world), second(world)
+    old, theirs, ours = within_a_grammar(world)
+    new = world.gateway.move(old, d1)
+    world.deliver(reads=False)
+    (awaited,) = ours.awaited
+    match end:
+        case "an abort":
+            world.gateway.abort(new)
+        case "a deadline":
+            world.now += BUDGET_S
+            d1.tick()
+        case "the loss of the gateway":
+            old.ask.ended = True
+            for site in (d0, d1):
+                site.worker.on_peer_lost(GATEWAY)
+        case _:
+            theirs.give()
+            d0.end_step()
+            while d1.reads.open:
+                world.go_on_reading(d1, d1.reads.open[0])
+            world.deliver(reads=False)
+            assert old.cut == {0}
+            d1.reads.end(d1.reads.open[0], "the connection broke")
+    world.deliver()
+    assert awaited not in ours.awaited, "it is computed for nobody"
+    if end == "the loss of the gateway":
+        assert [site.left() for site in (d0, d1)] == [{}, {}]
+        return
+    assert kinds(new) == [Cancelled if end == "an abort" else Failed]
+    for masks in (theirs, ours):
+        masks.at_once = True
+        masks.give()
+    finish(world)
 
 
 # --- several choices ---------------------------------------------------------------------------------------------
@@ -717,6 +719,63 @@ def test_what_is_little_is_read_after_the_cut_if_the_source_has_lent_too_much(mo
     world.deliver()
     end_step(world, d0)
     assert (old.moved, d1.core.arrivals.num_tail_blocks) == ({0}, MAX_TAIL_BLOCKS)
+    finish(world)
+    assert no_token_was_computed_twice(world)
+
+
+@pytest.mark.parametrize("copies", ["evicted", "evicted but for a beginning", "not to be spared"])
+def test_a_sequence_whose_names_another_one_had_is_read_ahead(copies: str) -> None:
+    """Two requests with one prompt have computed it at once; the other one's blocks bear the names, and it ends."""
+    world = World(num_blocks=64)
+    d0, d1 = first(world), second(world)
+    other, old = world.gateway.ask(d0, range(40), 4), world.gateway.ask(d0, range(40), 60)
+    world.deliver()
+    while not kinds(other):
+        d0.step()
+        world.deliver()
+    d0.step()  # what the other one has released is out of limbo
+    while not d0.core.scheduler.batch.num_due_next:
+        d0.step()  # until the next free block is needed for a step
+    world.deliver()
+    num_copies = {"evicted": 0, "evicted but for a beginning": 3, "not to be spared": 10}[copies]
+    taken = d0.pool.allocate(d0.pool.num_free - num_copies)
+    choice = d0.choice(old.key)
+    named = d0.pool.match(choice.chain.hashes)
+    assert len(named) == num_copies
+    assert not set(named) & set(choice.sequence.block_table), "its own blocks have no names"
+    if copies != "not to be spared":
+        d0.pool.release(taken)
+        taken = []
+        d0.step()
+        world.deliver()
+    d0.drain()
+    world.gateway.move(old, d1)
+    world.deliver()
+    d0.pool.release(taken)
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.core.arrivals.num_tail_blocks <= MAX_TAIL_BLOCKS
+    finish(world)
+
+
+def test_a_long_sequence_of_which_only_a_beginning_is_lent_stays() -> None:
+    """Its source names what is generated only while it drains."""
+    world = World()
+    d0, d1 = first(world), second(world)
+    old = running(world, 25, max_tokens=60, drain=False)
+    for why in ("read ahead", "held by the sink"):
+        new = world.gateway.move(old, d1)
+        world.deliver()
+        end_step(world, d0)
+        assert (failed(new), old.cut, d0.in_step) == (Cause.LEASE_LOST, set(), True), why
+        assert d1.reads.num_blocks_read == 2, "the prompt's"
+        assert d1.left() == {}
+    d0.drain()
+    world.gateway.move(old, d1)
+    world.deliver()
+    end_step(world, d0)
+    assert old.moved == {0}
+    assert d1.core.arrivals.num_tail_blocks == 1
     finish(world)
     assert no_token_was_computed_twice(world)
 

@@ -114,3 +114,24 @@ def test_many_short_pulls_do_not_make_pulls_free() -> None:
     assert all(pull(made, 0.004) for _ in range(5000))
     assert made.token_s > 0
     assert sum(pull(made, 0.8) for _ in range(200)) < 50
+
+
+@pytest.mark.parametrize("is_valid", [False, True])
+def test_beyond_a_number_of_pulls_a_prefix_waits_for_the_end_of_one(is_valid: bool) -> None:
+    """The number is that of `docs/protocol.md`. A prompt that was not let in may be asked about again."""
+    made = pulls(when="always")
+    under_way = [begun(made) for _ in range(64)]
+    late = request()
+    assert made.choose(late, 1.0) is None
+    assert not late.prefix_tried
+    assert len(made) == 64
+    first = under_way[0]
+    assert first is not None
+    if is_valid:
+        made.pulled(first.pull, 1.0)
+    else:
+        made.gave_up(first.pull, 1.0)
+    prefix = made.choose(late, 1.0)
+    assert prefix is not None
+    assert prefix.request is late
+    assert made.choose(request(), 1.0) is None

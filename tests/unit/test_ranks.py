@@ -130,10 +130,10 @@ async def test_a_step_in_which_no_block_is_moved_is_one_order(
     engine = Engine(thread, together, Fingerprint(config_hash="", weights_hash="", layout=together.layout))
     sample = Sample(params=SamplingParams(max_tokens=1), choice=0, position=2, token_ids=(1, 2), prompt_len=2)
     piece = Slice(token_ids=[1, 2], start=0, block_table=[3], samples=(sample,))
-    await engine.outcomes(engine.submit([piece]))
+    await engine.finish(engine.submit([piece]))
     assert len(told) == 1
     told.clear()
-    await engine.outcomes(engine.submit([piece], copies=[(3, 4)], swap_outs=[(3, 0)], swap_ins=[(0, 5)]))
+    await engine.finish(engine.submit([piece], copies=[(3, 4)], swap_outs=[(3, 0)], swap_ins=[(0, 5)]))
     assert len(told) == 5, "a copy, two swaps, the step, and the wait for all ranks"
     thread.close()
 
@@ -195,6 +195,36 @@ def test_an_error_of_rank_0_is_told_as_it_is(folder: Path, monkeypatch: pytest.M
 def test_a_cache_for_which_there_is_no_memory_is_refused(folder: Path) -> None:
     with pytest.raises(OperatorError, match="no memory for a KV cache of"):
         load(folder, 2, kv_cache_bytes=2**50)
+
+
+WATCHED_RANK = """
+import sys
+from common.engine import ranks
+
+def watched(name, call):
+    def told(*arguments, **options):
+        with open(sys.argv[2], "a") as file:
+            print(name, file=file)
+        return call(*arguments, **options)
+    return told
+
+ranks.backend_on = watched("backend_on", ranks.backend_on)
+ranks.SharedGroup.add = watched("add", ranks.SharedGroup.add)
+ranks.main()
+"""
+"""A rank that writes down some of its calls: it gets its arguments, and a file."""
+
+
+def test_a_rank_has_its_backend_before_it_says_that_it_has_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on it may be silent for a second, and to load Triton from a cold disk may take longer."""
+    calls = tmp_path / "calls"
+    monkeypatch.setattr(
+        ranks, "command_of", lambda module, arguments: [sys.executable, "-c", WATCHED_RANK, arguments, str(calls)]
+    )
+    load(folder, 2).close()
+    assert calls.read_text().split()[:2] == ["backend_on", "add"]
 
 
 def test_a_rank_that_cannot_start_ends_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

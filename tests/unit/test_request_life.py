@@ -129,7 +129,7 @@ async def test_one_line_for_each_event(caplog: pytest.LogCaptureFixture) -> None
         "stream": False,
     }
     assert (first["event"], finished["event"]) == ("first_token", "finished")
-    assert finished["finish_reasons"] == ["stop"] * 4
+    assert finished["finish_reasons"] == ["length"] * 4
     assert finished["completion_tokens"] > 0
     assert sum(finished["stages_ms"].values()) == pytest.approx(finished["e2e_ms"], abs=0.01)
 

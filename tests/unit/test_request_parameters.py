@@ -90,13 +90,13 @@ REFUSED: dict[str, list[Any]] = {
     "return_token_offsets": [True],
     "return_tokens_as_token_ids": [True],
     "suffix": ["x"],
-    "thinking_token_budget": [1],
+    "thinking_token_budget": [1, 0, -2],
     "tool_choice": ["required", {"type": "function"}],
     "tools": [[{"type": "function"}]],
     "truncate_prompt_tokens": [1],
     "use_beam_search": [True],
     "vllm_xargs": [{"a": 1}],
-    "watermarking": [{"key": 1}],
+    "watermarking": [{"key": 1}, True],
     "web_search_options": [{}],
 }
 """What would change the answer, and is not implemented."""
@@ -203,6 +203,15 @@ def test_what_would_change_the_answer_is_refused(schema: Any, body: dict[str, An
 )
 def test_what_is_ignored_changes_nothing(schema: Any, body: dict[str, Any], name: str) -> None:
     assert parse(schema, body | {name: {"any": ["thing"]}}) == parse(schema, body)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"), [*BODIES, (TokenizeRequest, COMPLETION), (DetokenizeRequest, {"tokens": [5]})]
+)
+def test_an_empty_name_of_the_model_counts_as_absent(schema: Any, body: dict[str, Any]) -> None:
+    """Clients of servers with one model send it."""
+    assert parse(schema, body | {"model": ""}) == parse(schema, body)
+    assert parse(schema, body | {"model": "tiny"}).model == "tiny"
 
 
 def listed(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -163,7 +163,7 @@ async def test_tags_that_are_no_tokens(library_tokenizer: LLTokenizer) -> None:
     tokens = bare.encode(text, add_special_tokens=False).ids
     assert matcher.consume_tokens(tokens), matcher.get_error()
     assert matcher.is_accepting()
-    assert answer_to(form, dialect, prompt, tokens) == ("well", "", [["is-noon", "{}"]], "tool_calls")
+    assert answer_to(form, dialect, prompt, [*tokens, EOS]) == ("well", "", [["is-noon", "{}"]], "tool_calls")
 
 
 async def test_what_needs_no_grammar_has_none() -> None:

@@ -76,7 +76,7 @@ async def test_a_request_is_a_span_with_its_stages_inside() -> None:
         "gen_ai.request.stream": False,
         "gen_ai.response.id": answer["id"],
         "gen_ai.response.model": MODEL,
-        "gen_ai.response.finish_reasons": ("stop", "stop"),
+        "gen_ai.response.finish_reasons": ("length", "length"),
         "gen_ai.usage.input_tokens": answer["usage"]["prompt_tokens"],
         "gen_ai.usage.output_tokens": answer["usage"]["completion_tokens"],
         "baton.request_id": "mine",

@@ -119,16 +119,24 @@ class TritonBackend(PlainProducts):
         )
 
     def attend(
-        self, q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
+        self,
+        q_THD: torch.Tensor,
+        kv_layer: torch.Tensor,
+        batch: RaggedBatch,
+        window: int | None,
+        scale: float,
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """See `Backend.attend`. Leading slices of one token are split along their contexts, also in a batch with
-        chunks."""
+        chunks. The result has the type `out_dtype`, by default that of `q_THD`: float32 is what was computed, before
+        it is rounded."""
         # A graph must make its runs itself at each replay, from the lengths that it finds then.
         captured = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
         if batch is not self._batch or captured != self._captured:
             self._batch, self._captured, self._num_decodes = batch, captured, _num_decodes(batch)
             self._runs, self._decode_runs = {}, {}
-        out_THD = torch.empty_like(q_THD)
+        out_THD = torch.empty_like(q_THD, dtype=out_dtype)
         if self._num_decodes:
             self._decode(q_THD, kv_layer, batch, window, scale, out_THD)
         if self._num_decodes < len(batch.query_lens):

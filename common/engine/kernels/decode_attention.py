@@ -36,8 +36,8 @@ class DecodeTiling:
     least_tiles: int = 2
     """Least tiles of a run. With fewer, splitting costs more than it gains."""
     run_tiles: int = 0
-    """Tiles of every run, at whose multiples contexts are split, and whose results are added in the order of positions;
-    0: as many as the batch asks for."""
+    """Tiles of every run, at whose multiples contexts are split. Then whatever is added up is added in one order: runs
+    in that of their positions, the weights of a tile as `tiles.soften` says. 0: as many as the batch asks for."""
 
     def runs(
         self, seq_lens_B: torch.Tensor, *, window: int | None, max_seq_len: int, num_kv_heads: int, num_processors: int
@@ -106,6 +106,7 @@ def decode_attention(
         TILE=tiling.tile,
         WIDEN=widens(q_BHD),
         IN_TURN=runs.num_programs < most_runs,
+        IN_ORDER=tiling.run_tiles > 0,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **early(),
@@ -142,6 +143,7 @@ def _decode(
     TILE: tl.constexpr,
     WIDEN: tl.constexpr,
     IN_TURN: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Compute a run, or IN_TURN several."""
@@ -152,7 +154,7 @@ def _decode(
             _compute_run(
                 run, q_ptr, kv_ptr, tables_ptr, lens_ptr, runs_ptr, out_ptr, partial_ptr, stats_ptr, scale_log2, window,
                 q_stride_b, q_stride_h, out_stride_b, out_stride_h, block_stride, head_stride, table_stride,
-                GROUP, GROUP_PAD, D, D_PAD, BLOCK_SIZE, TILE, WIDEN,
+                GROUP, GROUP_PAD, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, IN_ORDER,
             )  # fmt: skip
     else:
         if tl.program_id(1) < num_runs:
@@ -160,7 +162,7 @@ def _decode(
                 tl.program_id(1), q_ptr, kv_ptr, tables_ptr, lens_ptr, runs_ptr, out_ptr, partial_ptr, stats_ptr,
                 scale_log2, window,
                 q_stride_b, q_stride_h, out_stride_b, out_stride_h, block_stride, head_stride, table_stride,
-                GROUP, GROUP_PAD, D, D_PAD, BLOCK_SIZE, TILE, WIDEN,
+                GROUP, GROUP_PAD, D, D_PAD, BLOCK_SIZE, TILE, WIDEN, IN_ORDER,
             )  # fmt: skip
 
 
@@ -191,6 +193,7 @@ def _compute_run(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WIDEN: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
     """Compute one run of keys of one sequence."""
     kv_head = tl.program_id(0)
@@ -219,7 +222,7 @@ def _compute_run(
         k_ND = load_tile(keys_ptr, offsets, written, D, D_PAD, WIDEN, True, q_GD)
         v_ND = load_tile(keys_ptr + BLOCK_SIZE * D, offsets, written, D, D_PAD, WIDEN, True, q_GD)
         visible = (written & (positions >= first))[None, :]
-        acc_GD, max_G, sum_G = soften(q_GD, k_ND, v_ND, visible, acc_GD, max_G, sum_G, scale_log2, True)
+        acc_GD, max_G, sum_G = soften(q_GD, k_ND, v_ND, visible, acc_GD, max_G, sum_G, scale_log2, True, IN_ORDER)
     if alone != 0:
         out = acc_GD / tl.where(sum_G > 0, sum_G, 1.0)[:, None]
         place = out_ptr + row * out_stride_b + heads[:, None] * out_stride_h + dims[None, :]

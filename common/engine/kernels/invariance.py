@@ -1,7 +1,9 @@
 """A look, as a batch-invariant worker starts, at whether its GPU gives a row the same bits in tiles of every size.
 
 Tiles of 16 and of 64 rows are multiplied by different instructions of some GPUs. That these sum alike is nothing that
-their makers promise, so a few products and rows of attention are computed in several ways.
+their makers promise, so a few products and rows of attention are computed in several ways. They are compared before
+they are rounded: two sums that differ in their last bit are nearly always rounded to the same number of 16 bits, but
+not in each of the many sums of an answer.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ def _random(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torc
 def _products_differ(dtype: torch.dtype, generator: torch.Generator) -> bool:
     x_MK = _random(max(_ROWS), _INPUTS, dtype=dtype, generator=generator)
     weight_NK = _random(_OUTPUTS, _INPUTS, dtype=dtype, generator=generator)
-    whole = matmul(x_MK, weight_NK)
-    return any(not torch.equal(matmul(x_MK[:rows], weight_NK), whole[:rows]) for rows in _ROWS)
+    whole = matmul(x_MK, weight_NK, out_dtype=torch.float32)
+    return any(not torch.equal(matmul(x_MK[:rows], weight_NK, out_dtype=torch.float32), whole[:rows]) for rows in _ROWS)
 
 
 def _attention_differs(
@@ -73,7 +75,8 @@ def _attention_differs(
             Slice(token_ids=[0] * min(tokens_at_once, end - at), start=first + at, block_table=table)
             for at in range(start, end, tokens_at_once)
         ]
-        return backend.attend(q_THD[start:end], kv_layer, Rows.of(slices, size).on(generator.device), None, scale)
+        batch = Rows.of(slices, size).on(generator.device)
+        return backend.attend(q_THD[start:end], kv_layer, batch, None, scale, out_dtype=torch.float32)
 
     whole = attended(0, _CHUNK, _CHUNK)
     return any(

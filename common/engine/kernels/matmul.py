@@ -40,20 +40,28 @@ _TILINGS = (
     MatmulTiling(rows=64, columns=64, num_warps=4, num_stages=5),
     MatmulTiling(rows=MANY_ROWS, columns=128, num_warps=8, num_stages=4),
 )
-"""The first that has room for all rows is used, or else the last. All must give the same bits, as they do on an H200,
-although it multiplies 16 rows by another instruction than 64: on a GPU where they do not, only one may be here."""
+"""The first that has room for all rows is used, or else the last. All must give the same bits, although a Hopper GPU
+multiplies 16 rows by another instruction than 64: on a GPU where they do not, only one may be here. Whether they do,
+`common.engine.kernels.invariance` looks at start."""
 _FLOAT32_TILINGS = (MatmulTiling(rows=64, columns=32, num_warps=4, num_stages=3),)
 """Three products of TF32 for each one: a larger tile does not fit into the registers."""
 
 
-def matmul(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias`, `[M, N]`, in the type of all three, for any number of rows but zero."""
+def matmul(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, `[M, N]`, for any number of rows but zero. All three have one type, and the result has it,
+    too, or `out_dtype`: float32 is what was computed, before it is rounded."""
     num_rows, inputs = x_MK.shape
     outputs = weight_NK.shape[0]
     assert all(each.is_contiguous() for each in (x_MK, weight_NK, bias_N) if each is not None)
     assert weight_NK.shape[1] == inputs
     assert x_MK.dtype == weight_NK.dtype
-    out_MN = x_MK.new_empty(num_rows, outputs)
+    out_MN = x_MK.new_empty(num_rows, outputs, dtype=out_dtype)
     tilings = _FLOAT32_TILINGS if x_MK.itemsize == 4 else _TILINGS
     tiling = next((each for each in tilings if num_rows <= each.rows), tilings[-1])
     depth = min(_DEPTH_BYTES // x_MK.itemsize, padded(inputs))

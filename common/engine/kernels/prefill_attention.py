@@ -124,6 +124,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
         COPY_ENGINE=tiling.copy_engine,
+        IN_ORDER=tiling.run_tiles > 0,
         WIDEN=widens(q_THD),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -163,6 +164,7 @@ def _prefill(
     TILE: tl.constexpr,
     COPY_ENGINE: tl.constexpr,
     WIDEN: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     await_inputs(EARLY)
@@ -201,17 +203,17 @@ def _prefill(
     for tile in range(begin_tile, tl.minimum(clear_begin, end_tile)):
         acc_MD, max_M, sum_M = _take(
             q_MD, kv_ptr, kv_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
-            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, True,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, IN_ORDER, True,
         )  # fmt: skip
     for tile in range(tl.maximum(begin_tile, clear_begin), tl.minimum(clear_end, end_tile)):
         acc_MD, max_M, sum_M = _take(
             q_MD, kv_ptr, kv_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
-            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, False,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, IN_ORDER, False,
         )  # fmt: skip
     for tile in range(tl.maximum(begin_tile, clear_end), end_tile):
         acc_MD, max_M, sum_M = _take(
             q_MD, kv_ptr, kv_desc, head_offset, table_ptr, tile, seq_len, position_M, window, block_stride,
-            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, True,
+            acc_MD, max_M, sum_M, scale_log2, D, D_PAD, BLOCK_SIZE, TILE, COPY_ENGINE, WIDEN, IN_ORDER, True,
         )  # fmt: skip
     if run_place < 0:
         out_MD = acc_MD / sum_M[:, None]
@@ -246,6 +248,7 @@ def _take(
     TILE: tl.constexpr,
     COPY_ENGINE: tl.constexpr,
     WIDEN: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take one tile of keys and values into the running softmax."""
@@ -266,4 +269,4 @@ def _take(
         v_ND = load_tile(keys_ptr + BLOCK_SIZE * D, offsets, written, D, D_PAD, WIDEN, MASKED, q_MD)
     behind_MN = position_M[:, None] - positions[None, :]
     visible_MN = (behind_MN >= 0) & (behind_MN < window)
-    return soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED)
+    return soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED, IN_ORDER)

@@ -135,10 +135,36 @@ def load_tile(
     return tile.to(tl.float32) if WIDEN else tile.to(like.dtype)
 
 
+@triton.constexpr_function
+def _halvings(size):
+    """How often `size`, a power of two, can be halved."""
+    return size.bit_length() - 1
+
+
 @triton.jit
-def soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED: tl.constexpr):
+def sum_of_keys(weights_MN, IN_ORDER: tl.constexpr):
+    """The sum of each row, `[M]`. If IN_ORDER its bits are the same in a tile of any number of rows, with any number of
+    warps.
+
+    `tl.sum` adds in an order that follows the layout of the tile among threads, and the layout follows the instruction
+    that multiplies. Two numbers have the same sum in either order: so each half is added to the other, until one number
+    is left.
+    """
+    if IN_ORDER:
+        for _ in tl.static_range(_halvings(weights_MN.shape[1])):
+            halves_M2N = tl.reshape(weights_MN, [weights_MN.shape[0], 2, weights_MN.shape[1] // 2])
+            weights_MN = tl.sum(halves_M2N, axis=1)
+        return tl.reshape(weights_MN, [weights_MN.shape[0]])
+    else:
+        return tl.sum(weights_MN, axis=1)
+
+
+@triton.jit
+def soften(
+    q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKED: tl.constexpr, IN_ORDER: tl.constexpr
+):  # fmt: skip
     """Take a tile of keys and values into the running softmax. Returns (accumulator, maximum, sum); exponents have base
-    2.
+    2. For IN_ORDER see `sum_of_keys`.
 
     A row that has seen no key yet has maximum -inf and sum 0 ("Online normalizer calculation for softmax", arXiv
     1805.02867). A product of float32 is computed as three products of TF32. They run on the tensor cores, and lose no
@@ -151,6 +177,6 @@ def soften(q_MD, k_ND, v_ND, visible_MN, acc_MD, max_M, sum_M, scale_log2, MASKE
     base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
     weights = tl.exp2(scores * scale_log2 - base[:, None])
     faded = tl.exp2(max_M - base)
-    sum_M = sum_M * faded + tl.sum(weights, axis=1)
+    sum_M = tl.fma(sum_M, faded, sum_of_keys(weights, IN_ORDER))  # else it is up to the compiler where it rounds
     acc_MD = tl.dot(weights.to(v_ND.dtype), v_ND, acc_MD * faded[:, None], input_precision="tf32x3")
     return acc_MD, highest, sum_M

@@ -98,7 +98,8 @@ class Tuning:
         self, *, head_dim: int, itemsize: int, block_size: int, cache_rows: int = 0, run: int = INVARIANT_RUN
     ) -> tuple[DecodeTiling, PrefillTiling]:
         """The tilings for decode tokens and for chunks with which a row has the same bits in both, whatever the batch:
-        with one tile of keys, and runs of `run` keys. The table has none of these. `cache_rows` as for `prefill`."""
+        with one tile of keys, and runs of `run` keys, which also set the order of sums in a tile. The table has none of
+        these. `cache_rows` as for `prefill`."""
         prefill = self._default_prefill(head_dim, itemsize, block_size, cache_rows)
         assert run % prefill.tile == 0
         run_tiles, num_stages = run // prefill.tile, 5 if padded(head_dim) * itemsize <= 256 else 3
