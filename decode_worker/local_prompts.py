@@ -16,7 +16,7 @@ from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
 _SHARE: Final = 0.8
 """Part of the target between tokens that a step may take while prompts wait. Steps vary, so the rest is left."""
-_LATE_STEPS: Final = 9
+_LATE_STEPS: Final = 7
 """Where prompts are late, a step may take so many times as long as one of a single decode, whatever the target between
 tokens. With less, prompts come so slowly that few sequences decode together, and reading the weights for these few is
 most of the work."""

@@ -83,11 +83,11 @@ SLOW = Costs(least_step_s=0.1, decode_s=0.12, prefill_s_per_token=2e-3)
 """Beside the decodes the target of 0.2 s leaves 40 prompt tokens, and four fifths of it leave 20."""
 
 
-def test_a_late_prompt_lets_a_step_take_nine_times_the_least_if_the_target_leaves_less() -> None:
+def test_a_late_prompt_lets_a_step_take_seven_times_the_least_if_the_target_leaves_less() -> None:
     # At 40 tokens in 0.2 s its 4,000 tokens take 20 s. The deadline is 2 s and their own 8 s.
     assert chunk_beside(Tier.STANDARD, costs=SLOW) == pytest.approx(240, abs=1), "10 s suffice"
     assert chunk_beside(Tier.STANDARD, costs=SLOW, waited_s=0.05) == pytest.approx(247, abs=1), "9.95 s do, too"
-    assert chunk_beside(Tier.STANDARD, costs=SLOW, waited_s=1.0) == pytest.approx(390, abs=1)
+    assert chunk_beside(Tier.STANDARD, costs=SLOW, waited_s=1.0) == pytest.approx(290, abs=1)
     assert chunk_beside(Tier.STANDARD, costs=SLOW, prompt=Tier.BATCH) == pytest.approx(20, abs=1), "nothing is late"
     assert chunk_beside(Tier.BATCH, costs=SLOW, waited_s=100.0) == pytest.approx(440, abs=1), "their target is 1 s"
 
@@ -96,7 +96,7 @@ def test_a_late_prompt_does_not_make_tokens_of_a_higher_tier_late() -> None:
     for tiers in [(Tier.INTERACTIVE,), (Tier.STANDARD, Tier.INTERACTIVE)]:
         assert chunk_beside(*tiers, costs=SLOW, waited_s=100.0) == 16, "at least so many"
     late = chunk_beside(Tier.INTERACTIVE, costs=SLOW, prompt=Tier.INTERACTIVE, waited_s=100.0)
-    assert late == pytest.approx(390, abs=1)
+    assert late == pytest.approx(290, abs=1)
 
 
 def test_prompts_of_a_lower_tier_do_not_come_in_behind_a_late_one() -> None:
@@ -124,8 +124,8 @@ def test_a_step_with_late_prompts_comes_to_take_what_it_should_though_tokens_tak
     for _ in range(60):
         num_tokens = chunk_beside(Tier.STANDARD, costs=learnt, waited_s=100.0)
         learnt.observe_step(num_tokens, 1, 0.1 + num_tokens * token_s)
-    assert 0.1 + num_tokens * token_s <= 0.92
-    assert num_tokens >= 224
+    assert 0.1 + num_tokens * token_s <= 0.72
+    assert num_tokens >= 174
 
 
 @pytest.mark.parametrize(
