@@ -36,9 +36,9 @@ from gateway.web.http_errors import ApiError, from_http, internal_error
 
 _BACKLOG: Final = 1024
 _ACCEPT_PAUSE_S: Final = 1.0
+"""Pause before accepting again after `accept` has failed: the process is out of descriptors or memory."""
 _LOOK_AGAIN_S: Final = 0.05
 """Seconds before a connection that could give way is looked for again, where there was none."""
-"""Pause before accepting again after `accept` has failed: the process is out of descriptors or memory."""
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """The machine lacks an address, or all addresses of a family."""
 _TLS_GOODBYE_S: Final = 5.0

@@ -370,7 +370,7 @@ class Dispatcher(Collector):
         what has become of the source. A read fails as soon as its connection breaks, perhaps before the link has."""
         if not isinstance(message, Failed) or message.cause not in (Cause.WORKER_LOST, Cause.TRANSFER):
             return False
-        source = attempt.moving or attempt.prefill
+        source = attempt.source
         if source is None:
             return False
         return self.links.may_have_crashed(source.life.address) or (message.cause is Cause.TRANSFER and not late)
@@ -393,7 +393,7 @@ class Dispatcher(Collector):
                 self.recovery.pause.observe(self._clock() - last_at)
         elif isinstance(message, Failed):
             source = attempt.unread_source(assignment, message.cause)
-            if source is not None and source is attempt.prefill:
+            if source is not None:
                 self.placement.handoff_failed(source, assignment, message.message, self._clock())
             if message.cause is Cause.CAPACITY and attempt.moving is not None:
                 self._registry.no_room(address, assignment.num_tokens, self._clock())

@@ -196,6 +196,11 @@ class Attempt:
         return f"prefill at {self.prefill.life.address}, decode at {decode}"
 
     @property
+    def source(self) -> Assignment | None:
+        """The assignment whose KV the decode worker reads; None if it computes the prompt itself."""
+        return self.moving or self.prefill
+
+    @property
     def unfinished(self) -> list[Choice]:
         """Choices that still need tokens from this attempt."""
         return [choice for choice in self.choices.values() if not choice.ended and choice.index not in self.moved]
@@ -291,12 +296,11 @@ class Attempt:
         return [Broken(assignment, Cause.WORKER_LOST, message, (assignment,))]
 
     def unread_source(self, assignment: Assignment, cause: Cause) -> Assignment | None:
-        """The source that the decode worker cannot reach or read, by a failure with this cause; None if the failure is
-        another one's, or of another kind, or if the gateway has lost that source, too."""
-        source = self.moving or self.prefill
-        if assignment is not self.decode or cause not in _OF_SOURCE or source is None or source.lost:
+        """The prefill worker that the decode worker cannot reach or read, by a failure with this cause; None if the
+        failure is another one's, or of another kind, or if the gateway has lost that worker, too."""
+        if assignment is not self.decode or cause not in _OF_SOURCE or self.prefill is None or self.prefill.lost:
             return None
-        return source
+        return self.prefill
 
     def standing_offer(self, broken: Broken) -> Assignment | None:
         """The prefill worker's assignment, if its offer can serve another decode worker after this failure. It cannot
@@ -432,7 +436,7 @@ class Attempt:
         offer."""
         if cause is Cause.LEASE_LOST:
             return ()
-        source = self.moving or self.prefill
+        source = self.source
         failed_before = any(choice.num_transfers for choice in self.choices.values())
         of_source = cause in (Cause.WORKER_LOST, Cause.FINGERPRINT) or (cause is Cause.TRANSFER and failed_before)
         if source is None or assignment is not self.decode or not of_source:

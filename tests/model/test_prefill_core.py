@@ -183,3 +183,15 @@ def test_a_worker_that_loses_its_gateway_is_no_bad_source_for_who_reads_from_it(
         (reader, Cause.LEASE_LOST)
     ]
     core.check_invariants()
+
+
+def test_a_gateway_is_told_of_a_failure_before_the_reader_is() -> None:
+    """The reader passes it on as the loss of its source, which the gateway would take for a path that is cut."""
+    core, reader = prefill_core(), Incarnation("reader")
+    core.handle(HelloReceived(reader, frozenset()), 0.0)
+    core.handle(Received(GATEWAY, _PROMPT), 0.0)
+    core.handle(Received(reader, Attach(request=_PROMPT.request, attempt=1, offered=1)), 0.0)
+    actions = compute(core, InvalidLogitsError("NaN"))
+    told = [(each.peer, type(each.message)) for each in actions if isinstance(each, Send)]
+    ends = [each for each in told if each[1] in (Failed, OfferWithdrawn)]
+    assert ends == [(GATEWAY, Failed), (reader, OfferWithdrawn)]

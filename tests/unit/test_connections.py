@@ -242,6 +242,24 @@ async def test_bodies_that_do_not_come_keep_nobody_else_out(sent: bytes) -> None
             each.close()
 
 
+async def test_an_idle_connection_gives_way_before_one_whose_refused_body_still_arrives() -> None:
+    """Its client would get a reset instead of the answer."""
+    async with serve(ScriptedGenerator(), bounds=ConnectionBounds(max_connections=2)) as server:
+        late, idle = [await _open(server, client) for client in ("127.0.0.1", "127.0.0.2")]
+        for (reader, writer), sent in ((late, _BODILESS[0]), (idle, HEALTH)):
+            writer.write(sent)
+            assert (await _answer(reader))[0] == 200
+        await _until_open(server, 2)
+        await _settle()
+        reader, writer = await _open(server, "127.0.0.3")
+        writer.write(HEALTH)
+        assert (await _answer(reader))[0] == 200
+        assert await _end(idle[0]) == b""
+        assert not late[0].at_eof()
+        for _, each in (late, idle, (reader, writer)):
+            each.close()
+
+
 async def test_a_request_that_is_in_flight_gives_way_to_nobody() -> None:
     """Also if the head of another one has come after it, whose body does not."""
     body = json.dumps(COMPLETION).encode()

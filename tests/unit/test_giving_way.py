@@ -58,3 +58,17 @@ def test_while_anything_is_idle_something_that_is_not_served_gives_way() -> None
             if held[found][1] != "i":
                 num = [sum(each[0] == address for each in held) for address in (held[found][0], "C")]
                 assert num[0] > num[1] + 1, "from who has more than the new one's address would have"
+
+
+def test_each_connection_is_asked_once_at_most() -> None:
+    """There may be thousands, and it is asked for each new one that is turned away."""
+    for clients in ("A", "AB", "ABC"):
+        held = {place: clients[place % len(clients)] for place in range(60)}
+        asked: list[int] = []
+
+        def use_of(place: int, asked: list[int] = asked) -> Use:
+            asked.append(place)
+            return Use.SERVING
+
+        assert first_to_go(held, "C", use_of) is None
+        assert asked == list(range(60))
