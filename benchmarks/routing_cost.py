@@ -26,7 +26,8 @@ from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
 from common.contract.messages.worker import CacheEvents
 from common.contract.tiers import Tier
-from gateway.dispatch.router import Ask, Router
+from gateway.dispatch.ask import Ask
+from gateway.dispatch.router import Router
 from gateway.workers.discovery import Endpoint
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry

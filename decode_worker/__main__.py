@@ -25,14 +25,16 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
     from decode_worker.core import DecodeCore
 
     decided = on_its_device(settings)
+    timed_rows = _timed_rows(decided)
     engine = await Engine.load(
         decided,
         folder,
         host.progress,
         step_tokens=decided.token_budget,
+        largest_step=decided.token_budget,
         swap_bytes=decided.swap_bytes,
-        graph_seqs=decided.max_num_seqs,
-        timed_rows=_timed_rows(decided),
+        graph_seqs=max(decided.max_num_seqs, timed_rows),
+        timed_rows=timed_rows,
         draft_model=await _draft_model(decided, folder),
     )
     return await start_worker(decided, host, engine, lambda region: DecodeCore(decided, engine, region))
@@ -60,7 +62,9 @@ async def _draft_model(settings: DecodeSettings, folder: Path) -> DraftCheckpoin
     differing = next((token for token, index in others.items() if ids.get(token, index) != index), None)
     if differing is not None:
         raise OperatorError(f"the draft model {name} has another tokenizer than the model: {differing!r} differs")
-    return DraftCheckpoint(folder=draft_folder, kv_cache_bytes=settings.draft_cache_bytes)
+    return DraftCheckpoint(
+        folder=draft_folder, kv_cache_bytes=settings.draft_cache_bytes, graph_seqs=settings.max_num_seqs
+    )
 
 
 def main() -> None:

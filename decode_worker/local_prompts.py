@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Final
 
@@ -68,15 +68,15 @@ class LocalPrompts:
         self._newest.add(prompt, (-tier.rank, -order))
 
     def budget(self, decodes: Collection[DecodeChoice], most: int, now: float) -> int:
-        """Most prompt tokens of a step with these decodes: at most `most`.
+        """Most prompt tokens of a step while these sequences decode, in it or right after it: at most `most`.
 
         A step has prompts in their order until they take as long as its decodes (without decodes: until there are
         `Costs.enough_tokens`), and ends with a prompt: with others in the same step the first would wait for the last.
         By the measured costs, a step with decodes takes at most `_SHARE` of the shortest target between tokens of the
         tiers that decode, of which at least a quarter is the prompts', however long the decodes take. Where a prompt
-        would else be late it has all that this share allows. Where the most urgent one would be late with that, it has
-        what lets this one be in time, at most the whole target; or `_LATE_STEPS` times what a step of one decode takes,
-        but not in a worker for latency, and not for prompts of a lower tier than a sequence that decodes.
+        would else be late, after those before it, a step has all that this share allows. Where that does not suffice it
+        has what does, at most the whole target; or `_LATE_STEPS` times what a step of one decode takes, but not in a
+        worker for latency, and not for prompts of a lower tier than a sequence that decodes.
         """
         chunks, costs, token_s = self._chunks, self._costs, self._costs.prefill_s_per_token
         if not most or not len(chunks):
@@ -95,23 +95,27 @@ class LocalPrompts:
         first = chunks.num_up_to_end(max(_LEAST_TOKENS, enough), most, now)
         first = min(max(_LEAST_TOKENS, first), share)
 
-        def in_time(num_tokens: int, due_at: float) -> bool:
-            return chunks.num_uncomputed * (token_s + beside_s / num_tokens) <= due_at - now
+        def needed(prompts: Iterable[LocalPrompt], at_most: int) -> int:
+            """Tokens of each step, at most so many, with which every prompt is in time after those before it."""
+            least, num_uncomputed = 0.0, 0
+            for each in prompts:
+                num_uncomputed += each.num_uncomputed
+                spare_s = each.urgency[1] - now - num_uncomputed * token_s
+                if spare_s * at_most <= num_uncomputed * beside_s:
+                    return at_most
+                least = max(least, num_uncomputed * beside_s / spare_s)
+            return math.ceil(least)
 
-        if in_time(first, chunks.due_at):
+        least = needed(chunks, most)
+        if least <= first:
             return first
-        due_at = next(iter(chunks)).urgency[1]
-
-        def needed(num_uncomputed: int, at_most: int) -> int:
-            spare_s = due_at - now - num_uncomputed * token_s
-            return math.ceil(min(at_most, num_uncomputed * beside_s / spare_s)) if spare_s > 0 else at_most
-
-        num_tokens = max(share, needed(chunks.num_uncomputed, whole))
+        num_tokens = max(share, min(whole, least))
         if not decodes or late_s <= target_s:
             return num_tokens
         highest = min(tier.rank for tier in tiers)
-        own = sum(each.num_uncomputed for each in takewhile(lambda each: each.urgency[0] <= highest, chunks))
-        return max(num_tokens, min(own, needed(own, self._tokens_of(late_s, most))))
+        own = list(takewhile(lambda each: each.urgency[0] <= highest, chunks))
+        num_own = sum(each.num_uncomputed for each in own)
+        return max(num_tokens, min(num_own, needed(own, self._tokens_of(late_s, most))))
 
     def _tokens_of(self, step_s: float, most: int) -> int:
         """Prompt tokens, at most `most`, of a step with decodes that should take `step_s`."""

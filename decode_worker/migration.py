@@ -58,9 +58,6 @@ from kv_transfer.lender import Lender
 from kv_transfer.pull import Pull
 from kv_transfer.pulls import Pulls
 
-Emit = Callable[[Consequence], None]
-Send = Callable[[Incarnation, Message], None]
-
 MAX_TAIL_BLOCKS = 4
 """Largest lead of a sequence over the tokens that its sink knows, in blocks' worth of tokens, at which it is cut. Also
 the most blocks of those tokens that the second stage reads because the first one has not brought them."""
@@ -76,7 +73,7 @@ class Departures:
     _scheduler: DecodeScheduler
     _pool: BlockPool
     _lender: Lender
-    _send: Send
+    _send: Callable[[Incarnation, Message], None]
     _checksum: Callable[[Sequence[int]], Sequence[int]] | None
     _block_size: int
     _wanted: dict[DecodeChoice, AttachSequence] = field(init=False, default_factory=dict)
@@ -225,7 +222,7 @@ class Arrivals:
     _scheduler: DecodeScheduler
     _pool: BlockPool
     _pulls: Pulls
-    _emit: Emit
+    _emit: Callable[[Consequence], None]
     _policy: Policy
     _vocab_size: int
     _arrivals: dict[DecodeRequest, _Arrival] = field(init=False, default_factory=dict)

@@ -191,7 +191,11 @@ class DecodeScheduler:
         self._swap_in(step, joined)
         left = max(0, self._policy.token_budget - len(step.decodes))
         if len(self.prompts):
-            step.chunks = self.prompts.plan(self.prompts.budget(step.decodes, left, now), now, permitted)
+            # Who waits for a mask or a block is to be in the next step, so this one must not be long for it either.
+            decoding = [each for each in self.batch.running() if each not in self.batch.ending]
+            if permitted is not None:
+                decoding = list(filter(permitted, decoding))
+            step.chunks = self.prompts.plan(self.prompts.budget(decoding, left, now), now, permitted)
             left -= sum(chunk.end - chunk.start for chunk in step.chunks)
         if self.speculation is not None and may_draft and before is None and not self.trials:
             plan = self.speculation.plan(step.decodes, left)

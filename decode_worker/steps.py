@@ -9,7 +9,7 @@ from operator import eq
 
 from common.contract.errors import Cause
 from common.contract.messages.gateway import TRIAL_TOKENS
-from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Scored
+from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Scored, StepResult
 from common.engine.block_pool import BlockPool
 from common.engine.model_config import ModelConfig
 from common.engine.prompt import first_tokens
@@ -48,8 +48,8 @@ class DecodeSteps:
     _book: Book
     _totals: DecodeTotals
     _columns: DecodeColumns = field(init=False)
-    _ended_at: float | None = field(init=False, default=None)
-    """When the last step ended; None if nothing was to be computed then."""
+    _follows: bool = field(init=False, default=False)
+    """Whether there has been something to compute ever since the last step ended."""
 
     def __post_init__(self) -> None:
         self._columns = DecodeColumns(self._config.max_sequence_tokens, self._config.eos_token_ids)
@@ -65,7 +65,7 @@ class DecodeSteps:
         if step.empty:
             self._pool.step_finished(number)
             if before is None:
-                self._ended_at = None
+                self._follows = False
             return False
         step.number = number
         decodes = drafting = None
@@ -106,18 +106,17 @@ class DecodeSteps:
             if self._chunk_done(chunk, scored[chunk]) and chunk.last:
                 self._computed(chunk.prompt, sampled[chunk])
         self._answers.step_ended()
-        self._learn(step, num_tokens, result.duration_s, result.drafted.seconds)
+        self._learn(step, num_tokens, result)
         if not self._pool.num_in_flight:
             self._departures.cut()
         self._front.tell_cache()
 
-    def _learn(self, step: Step, num_tokens: int, duration_s: float, draft_s: float) -> None:
-        """Learn from what a step took whose decodes got `num_tokens`: `duration_s`, of which the draft model `draft_s`,
-        after the time between it and the step before, which clients wait for, too."""
-        now = self._agenda.now
-        between_s = 0.0 if self._ended_at is None else max(0.0, now - self._ended_at - duration_s)
-        plan_s = min(between_s, _MOST_BETWEEN * duration_s)
-        self._ended_at = now
+    def _learn(self, step: Step, num_tokens: int, result: StepResult) -> None:
+        """Learn from what a step took whose decodes got `num_tokens`, and from the time between it and the step before,
+        which clients wait for, too."""
+        duration_s = result.duration_s
+        plan_s = min(result.between_s, _MOST_BETWEEN * duration_s) if self._follows else 0.0
+        self._follows = True
         if step.decodes:
             self._totals.step_ended((plan_s + duration_s) * len(step.decodes) / max(num_tokens, len(step.decodes)))
         if step.copies or step.swap_outs or step.swap_ins:
@@ -127,7 +126,7 @@ class DecodeSteps:
         if step.chunks or not step.decodes:
             return
         if self._scheduler.speculation is not None:
-            self._scheduler.speculation.observe(step, duration_s - draft_s, plan_s)
+            self._scheduler.speculation.observe(step, duration_s - result.drafted.seconds, plan_s)
         else:
             self._scheduler.bound.observe(step.decodes, duration_s, plan_s)
 

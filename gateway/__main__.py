@@ -201,9 +201,8 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) -> None:
     """Bind, connect, and serve until `stop`. Raises `OperatorError`, and whatever ends the links or the discovery: open
     requests then end with an error at once."""
-    signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # asks other servers to read their files again: this one does so anyway
+    # The signal asks other servers to read their files again: this one does so anyway.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     announcer = Announcer(settings.announce_fd)
     dispatcher = _dispatcher(settings, folder)
     api_settings = api_settings_of(settings, folder)

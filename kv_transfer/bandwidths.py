@@ -23,7 +23,7 @@ class Bandwidths:
 
     def __init__(self, device: str) -> None:
         self.num_fallbacks = 0
-        """Sources whose first read fell back to a slow way (`Route.falls_back`)."""
+        """Sources whose first read fell back to a slow way (`ReadRoute.falls_back`)."""
         self._device = device
         self.num_sources: dict[Way, int] = dict.fromkeys(Way, 0)
         """Way → number of sources whose first read came that way."""

@@ -62,6 +62,8 @@ class ReadEnded:
     mismatch: bool = False
     """Whether it failed although every block has arrived, because the checksum of one differs: nothing is wrong with
     the connection."""
+    dropped: bool = False
+    """Whether it was ended by `DropRead` before anything of it had begun: this, too, says nothing of the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,13 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
+class DropRead:
+    """End a read that nobody wants any more, if nothing of it has begun; inert otherwise."""
+
+    read_id: ReadId
+
+
+@dataclass(frozen=True, slots=True)
 class Serve:
     """Tell the mover whether peers may be reading from this worker, and anew whenever they learn of more to read. While
     they may, it gives their reads progress."""
@@ -145,7 +154,7 @@ class Poll:
     registers memory."""
 
 
-MoverAction = AddSource | DropSource | StartRead | Serve | Poll
+MoverAction = AddSource | DropSource | StartRead | DropRead | Serve | Poll
 TransferAction = Connect | Send | SendToSource | MoverAction
 
 # --- consequences: within the core -------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ class LeaseTable:
         return sum(lease.lent for lease in self._leases.values())
 
     @property
+    def num_lent_blocks(self) -> int:
+        """Blocks pinned by leases on cached prefixes, counted once for each lease."""
+        return sum(len(lease.block_ids) for lease in self._leases.values() if lease.lent)
+
+    @property
     def num_readers(self) -> int:
         """Number of pulls whose reads may be under way. They need this worker's progress in order to end."""
         return len(self._readers)

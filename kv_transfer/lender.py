@@ -29,8 +29,8 @@ from kv_transfer.lease_table import LeaseAction, LeaseTable
 from kv_transfer.transport import SLOWEST_READ_BYTES_PER_S
 
 LENT_TTL_S = 30.0
-"""Longest time, in seconds, that a cached prefix stays pinned for a sink, besides what the read of it may take at
-`SLOWEST_READ_BYTES_PER_S`. A sink gives up a read that takes longer."""
+"""Longest time, in seconds, that a cached prefix stays pinned for a sink, besides what the reads of it and of all that
+is lent already may take at `SLOWEST_READ_BYTES_PER_S`: reads from one worker wait for each other."""
 UNATTACHED_TTL_S = 30.0
 """Seconds that an offer waits for a sink to attach, and an attach that is early for its offer, unless a setting says
 otherwise."""
@@ -126,7 +126,8 @@ class Lender:
         assert len(block_ids) <= len(message.block_hashes), "more blocks than were asked for"
         checksums = () if self._checksum is None else self._checksum(block_ids)
         self._num_prefixes_lent += 1
-        deadline = now + LENT_TTL_S + len(block_ids) * self._block_bytes / SLOWEST_READ_BYTES_PER_S
+        num_blocks = self._leases.num_lent_blocks + len(block_ids)
+        deadline = now + LENT_TTL_S + num_blocks * self._block_bytes / SLOWEST_READ_BYTES_PER_S
         self._do(self._leases.lend(message.key, block_ids, sink, deadline, now, checksums))
 
     # --- offers of the worker ------------------------------------------------------------------------------------

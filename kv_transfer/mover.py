@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
 from kv_transfer.bandwidths import Bandwidths
-from kv_transfer.events import AddSource, DropSource, MoverAction, Poll, Polled, ReadEnded, Serve, StartRead
+from kv_transfer.events import AddSource, DropRead, DropSource, MoverAction, Poll, Polled, ReadEnded, Serve, StartRead
 from kv_transfer.regions import Region
 from kv_transfer.routes import ReadRoute
 from kv_transfer.transport import Read, ReadId, ReadState, Transport
@@ -161,10 +161,10 @@ class Mover:
         self._thread.join()
 
     def _on_ended(self, ended: ReadEnded, arrived: _Arrived | None = None) -> None:
-        """A read has ended. `arrived` measures it; None if it has failed."""
+        """A read has ended. `arrived` measures it; None if it has failed or was dropped."""
         self._open.remove(ended.read_id)
         if arrived is None:
-            self.num_reads_failed += 1
+            self.num_reads_failed += not ended.dropped
         else:
             self.num_blocks_read += arrived.num_blocks
             self.read_seconds += arrived.duration_s
@@ -321,6 +321,10 @@ class _MoverThread:
                     self._refused_sources[source] = str(error)
             case StartRead():
                 self._start_read(action)
+            case DropRead(read_id):
+                if read_id in self._open and self._transport.drop_read(self._open[read_id][0]):
+                    del self._open[read_id]
+                    self._on_ended(ReadEnded(read_id, "dropped before it had begun", dropped=True), None)
             case Serve(serving, num_blocks):
                 begin_s = max(time.monotonic(), self._read_by_s or 0.0)
                 self._read_by_s = (

@@ -22,7 +22,7 @@ import logging
 import os
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
@@ -73,15 +73,6 @@ class _Metadata:
 _METADATA = TypeAdapter(_Metadata)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    """A read that is not posted yet, because every agent that may exist is reading from another source."""
-
-    read: Read
-    source_blocks: tuple[int, ...]
-    sink_blocks: tuple[int, ...]
-
-
 class NixlTransport:
     """The `Transport` over NIXL. Raises `TransferError` if nixl is missing or has no UCX backend."""
 
@@ -98,8 +89,8 @@ class NixlTransport:
         """`max_registrations` bounds the number of agents, because each one registers the region. One of them serves
         peers.
 
-        With `require_rdma`, a read fails before its blocks are accepted if its way does not suffice (`Route.suffices`),
-        or if UCX does not say the way.
+        With `require_rdma`, a read fails before its blocks are accepted if its way does not suffice
+        (`ReadRoute.suffices`), or if UCX does not say the way.
 
         `synchronize()` waits until the region's device has done everything that this process has queued on it. On a GPU
         it has two uses. A thread that has called it has the device's context, by which UCX finds out which devices are
@@ -119,8 +110,9 @@ class NixlTransport:
         self._require_rdma = require_rdma
         self._max_links = max_registrations - 1
         self._num_links_made = 0
-        self._waiting: deque[_Waiting] = deque()
-        """Bounded by the blocks of the region, each of which is the target of at most one read."""
+        self._waiting: OrderedDict[Read, tuple[Sequence[int], Sequence[int]]] = OrderedDict()
+        """Reads that are not posted yet, because every agent that may exist is reading from another source, and their
+        source and sink blocks. Bounded by the blocks of the region, each of which is the target of at most one read."""
         self.num_evicted = 0
 
     @property
@@ -184,8 +176,15 @@ class NixlTransport:
             self._post(read, source_blocks, sink_blocks)
         else:
             read.waiting = True
-            self._waiting.append(_Waiting(read, tuple(source_blocks), tuple(sink_blocks)))
+            self._waiting[read] = (tuple(source_blocks), tuple(sink_blocks))
         return read
+
+    def drop_read(self, read: Read) -> bool:
+        """Drop a read that waits for an agent; see `Transport.drop_read`."""
+        waits = self._waiting.pop(read, None) is not None
+        if waits:
+            read.fail("the read was dropped")
+        return waits
 
     def route(self, source: Incarnation) -> ReadRoute:
         """The route that UCX reports in its log; see `Transport.route`."""
@@ -206,9 +205,9 @@ class NixlTransport:
     def drop_source(self, source: Incarnation) -> None:
         """Destroy the agent that reads from `source`. This takes about 5 ms, or 60 ms during a read."""
         self._sources.pop(source, None)
-        for waiting in [waiting for waiting in self._waiting if waiting.read.source == source]:
-            self._waiting.remove(waiting)
-            waiting.read.fail("the source was dropped")
+        for read in [read for read in self._waiting if read.source == source]:
+            del self._waiting[read]
+            read.fail("the source was dropped")
         if source in self._links:
             self._destroy_link(source, "the source was dropped")
 
@@ -230,13 +229,13 @@ class NixlTransport:
             self._destroy_link(source, error)
 
     def _post_waiting(self) -> None:
-        while self._waiting and (self._waiting[0].read.source in self._links or self._make_room()):
-            waiting = self._waiting.popleft()
-            waiting.read.waiting = False
+        while self._waiting and (next(iter(self._waiting)).source in self._links or self._make_room()):
+            read, (source_blocks, sink_blocks) = self._waiting.popitem(last=False)
+            read.waiting = False
             try:
-                self._post(waiting.read, waiting.source_blocks, waiting.sink_blocks)
+                self._post(read, source_blocks, sink_blocks)
             except TransferError as error:
-                waiting.read.fail(str(error))
+                read.fail(str(error))
 
     def _make_room(self) -> bool:
         """Whether one more agent may be made. If need be, this destroys the agent that has been idle longest.

@@ -7,7 +7,7 @@ Life cycle of a pull here:
     3. Blocks are read as the source announces them. The shell reports the end of each read; it is never assumed.
     4. The source settles: `Pulled`, and the blocks belong to the worker. If the pull ends otherwise, every block that
        nothing can write to comes back by `Released`, then `PullFailed` follows. The other blocks are in quarantine.
-       They are released when their reads have ended.
+       They are released when their reads have ended. Reads of which nothing has begun are dropped, and so end at once.
 
 Each pull that has begun ends in exactly one `Pulled` or `PullFailed`. Pure state: actions and consequences are passed
 to `emit`, and nothing is carried out here (`kv_transfer.transfers` does that).
@@ -27,7 +27,6 @@ from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Source
 from common.contract.messages.handoff import BlocksReady, OfferWithdrawn, PrefillDone, Settled
-from common.contract.messages.session import Welcome
 from common.contract.messages.worker import Tokens
 from common.runtime.clock import Clock
 from common.runtime.probes import gauge
@@ -35,6 +34,7 @@ from kv_transfer.events import (
     AddSource,
     Connect,
     Consequence,
+    DropRead,
     DropSource,
     Poll,
     Polled,
@@ -76,14 +76,6 @@ class _Read:
     behind an earlier read from its source, or for reads from other sources."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenSource:
-    """The source at the other end of an open link."""
-
-    source: Incarnation
-    welcome: Welcome
-
-
 class Pulls:
     """Every pull of one worker, and the reads that its abandoned pulls have left."""
 
@@ -103,7 +95,7 @@ class Pulls:
         self._block_bytes = block_bytes
         self._quarantine_bound_s = quarantine_bound_s
         self._read_bound_s = read_bound_s
-        self._sources: dict[str, _OpenSource] = {}
+        self._sources: dict[str, SourceOpened] = {}
         """Address → the source there, while its link is open."""
         self._pulls: dict[RequestId, tuple[Pull, Fits | None]] = {}
         """Pulls that have neither settled nor been given up."""
@@ -197,7 +189,7 @@ class Pulls:
 
     def _on_source_opened(self, event: SourceOpened) -> None:
         """Attach every pull from this address, for the first time or again."""
-        found = self._sources[event.address] = _OpenSource(event.source, event.welcome)
+        found = self._sources[event.address] = event
         if event.welcome.transport == self._transport:
             self._agents.setdefault(event.source, next(self._agent_numbers))
             self._emit(AddSource(event.source, event.welcome.transport_metadata))
@@ -227,7 +219,7 @@ class Pulls:
         after which its quarantined blocks are released."""
         self._sources.pop(event.address, None)
         for pull in self._pulling_from(event.address):
-            self._do(pull, pull.refused(event.cause, f"the source at {event.address}: {event.why}"))
+            self._do(pull, pull.refused(event.cause, f"its source: {event.why}"))
         if event.source is not None:
             self._replace_agent(event.source)
 
@@ -236,7 +228,8 @@ class Pulls:
         pull = read.pull
         pull.times.read_ended(self._clock())
         present = self._agents.get(pull.source.incarnation)
-        if event.error is not None and not event.mismatch and present is not None and read.agent == present:
+        broken = event.error is not None and not (event.mismatch or event.dropped)
+        if broken and present is not None and read.agent == present:
             # Its connection may be broken for good. The next pull gets a new one.
             self._replace_agent(pull.source.incarnation)
         self._do(pull, pull.read_done(read.start, event.error))
@@ -271,7 +264,7 @@ class Pulls:
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
-    def _attach(self, pull: Pull, found: _OpenSource) -> None:
+    def _attach(self, pull: Pull, found: SourceOpened) -> None:
         if found.welcome.transport != self._transport:
             message = f"this worker moves blocks by {self._transport}, its source by {found.welcome.transport}"
             self.abandon(pull, Cause.TRANSFER, message)
@@ -316,14 +309,15 @@ class Pulls:
         self._emit(StartRead(read_id, source, wanted.source_blocks, wanted.sink_blocks, wanted.checksums))
 
     def _enter(self, pull: Pull) -> None:
-        """Move a pull to, or off, `_pulls` and `_quarantine`, by its state."""
+        """Move a pull to, or off, `_pulls` and `_quarantine`, by its state. Drop what it need not read any more."""
         if pull.over:
             self._quarantine.pop(pull, None)
         elif pull.state is PullState.ABANDONED and pull not in self._quarantine:
             self._quarantine[pull] = None
-            for read in self._reads.values():
+            for read_id, read in self._reads.items():
                 if read.pull is pull:
                     read.since_s = self._polled_s
+                    self._emit(DropRead(read_id))
         if pull.state in (PullState.SETTLED, PullState.ABANDONED) and self._has(pull):
             del self._pulls[pull.key.request]
 

@@ -81,20 +81,6 @@ class Region:
         assert all(part.address > 0 and part.stop <= self.block_bytes for part in self.parts)
         pieces((RankPart(1, 0, self.block_bytes),), self.parts)
 
-    @classmethod
-    def of_one_part(
-        cls,
-        *,
-        address: int,
-        num_blocks: int,
-        block_bytes: int,
-        device: Literal["cpu", "cuda"] = "cpu",
-        device_id: int = 0,
-    ) -> Region:
-        """A cache in one part: whole blocks, one after another."""
-        part = RankPart(address, 0, block_bytes, device_id)
-        return cls(parts=(part,), num_blocks=num_blocks, block_bytes=block_bytes, device=device)
-
     def views(self, block_id: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
         """What the parts hold of bytes `[start, stop)` of a block, writable and without a copy: where it begins in the
         block, and the bytes. In the order of the parts.

@@ -106,9 +106,8 @@ class SourceLinks:
             return
         if not self._peers.admit(found):
             self.num_refused += 1
-            why = f"this worker connects only to addresses within --peer-networks ({self._peers})"
-            log.warning("refused to connect to %s (%s): %s", address, found, why)
-            self._give_up(address, Cause.TRANSFER, why)
+            log.warning("refused to connect to %s (%s), which is not within %s", address, found, self._peers)
+            self._give_up(address, Cause.TRANSFER, "its address is not within --peer-networks")
             return
         try:
             client = ControlClient(

@@ -76,8 +76,8 @@ class Transfers:
                 self.mover.carry_out(action)
 
     def on_died(self, error: BaseException) -> None:
-        """The mover's thread hangs, or it or a link's task has died of a bug: make `run` raise the error, so that the
-        worker ends."""
+        """The mover's thread hangs, or it, a link's task or the worker's core has died of a bug: make `run` raise the
+        error, so that the worker ends."""
         if not self._died.done():
             self._died.set_exception(error)
 

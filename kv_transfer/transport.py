@@ -106,6 +106,9 @@ class Transport(Protocol):
         FAILED.
         """
 
+    def drop_read(self, read: Read) -> bool:
+        """Make an open read FAILED if nothing of it has begun. Returns whether that is so."""
+
     def route(self, source: Incarnation) -> ReadRoute:
         """How blocks come from a source, as far as that is known once a read from there has ended."""
 

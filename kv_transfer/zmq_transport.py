@@ -14,7 +14,7 @@ import hmac
 import logging
 import secrets
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -174,9 +174,10 @@ class ZmqTransport:
         if theirs.block_bytes != self._region.block_bytes:
             raise TransferError(f"blocks of {theirs.block_bytes} bytes at {source}, {self._region.block_bytes} here")
         if not 1 <= int(theirs.endpoint.rpartition(":")[2]) < 2**16:
-            raise TransferError(f"{source} is at {theirs.endpoint}, which has no such port")
+            raise TransferError(f"the metadata of {source} names no port")
         if not self._peers.admit(theirs.endpoint.removeprefix("tcp://").rpartition(":")[0]):
-            raise TransferError(f"blocks of {source} at {theirs.endpoint}, not within --peer-networks ({self._peers})")
+            _logger.warning("the blocks of %s are at %s, not within %s", source, theirs.endpoint, self._peers)
+            raise TransferError(f"the blocks of {source} are not within --peer-networks")
         self._links[source] = self._link(theirs)
         self._sources[source] = theirs
 
@@ -192,6 +193,11 @@ class ZmqTransport:
         read = Read(source, len(sink_blocks))
         self._links[source].start(read, source_blocks, sink_blocks)
         return read
+
+    def drop_read(self, read: Read) -> bool:
+        """Drop a read of which no piece was asked for; see `Transport.drop_read`."""
+        link = self._links.get(read.source)
+        return link is not None and link.drop(read)
 
     def route(self, source: Incarnation) -> ReadRoute:
         """Always `Way.ZMQ`."""
@@ -219,7 +225,7 @@ class ZmqTransport:
         try:
             return _Link(self._context, self._region, theirs, self._keys)
         except zmq.ZMQError as error:
-            raise TransferError(f"no connection to {theirs.endpoint} can be made: {error}") from error
+            raise TransferError(f"no connection to {theirs.incarnation} can be made: {error}") from error
 
     def _poll_link(self, source: Incarnation) -> None:
         link = self._links.get(source)
@@ -257,7 +263,10 @@ class _Link:
         self._region = region
         self._token = theirs.token
         self._missing_bytes: dict[Read, int] = {}
-        self._waiting: deque[Iterator[_Piece]] = deque()
+        self._waiting: OrderedDict[Read, Iterator[_Piece]] = OrderedDict()
+        """Reads of which no piece was asked for, and their pieces."""
+        self._unasked: Iterator[_Piece] = iter(())
+        """The remaining pieces of the read that is being asked for."""
         self._asked: deque[tuple[int, _Piece]] = deque()
         self._num_requests = 0
         self._socket = context.socket(zmq.DEALER)
@@ -288,8 +297,16 @@ class _Link:
     def start(self, read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> None:
         """Queue `read` behind the others, and ask for as many pieces as may be on their way."""
         self._missing_bytes[read] = len(sink_blocks) * self._region.block_bytes
-        self._waiting.append(_pieces(read, source_blocks, sink_blocks, self._region.block_bytes))
+        self._waiting[read] = _pieces(read, source_blocks, sink_blocks, self._region.block_bytes)
         self._ask()
+
+    def drop(self, read: Read) -> bool:
+        """Make `read` FAILED if no piece of it was asked for. Returns whether that is so."""
+        waits = self._waiting.pop(read, None) is not None
+        if waits:
+            del self._missing_bytes[read]
+            read.fail("the read was dropped")
+        return waits
 
     def poll(self) -> str | None:
         """Take pieces and ask for more. Returns what went wrong, if anything; the link must then be destroyed."""
@@ -315,10 +332,12 @@ class _Link:
         return list(self._missing_bytes)
 
     def _ask(self) -> None:
-        while self._waiting and len(self._asked) < MAX_PIECES_ASKED:
-            piece = next(self._waiting[0], None)
+        while len(self._asked) < MAX_PIECES_ASKED:
+            piece = next(self._unasked, None)
             if piece is None or piece.read.state is not ReadState.PENDING:
-                self._waiting.popleft()
+                if not self._waiting:
+                    return
+                _, self._unasked = self._waiting.popitem(last=False)
                 continue
             self._num_requests += 1
             request = {

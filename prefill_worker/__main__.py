@@ -16,7 +16,9 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
     from prefill_worker.core import PrefillCore
 
     decided = on_its_device(settings)
-    engine = await Engine.load(decided, folder, host.progress, step_tokens=decided.chunk_size)
+    engine = await Engine.load(
+        decided, folder, host.progress, step_tokens=decided.chunk_size, largest_step=decided.token_budget
+    )
     return await start_worker(decided, host, engine, lambda region: PrefillCore(decided, host.me, engine, region))
 
 

@@ -149,8 +149,8 @@ class PrefillCore:
                 self._on_pull_offered(pull, num_blocks)
             case Pulled(pull, block_ids, _):
                 self._on_pulled(pull, block_ids)
-            case PullFailed(pull, _, message):
-                self._on_pull_failed(pull, message)
+            case PullFailed(pull, cause, message):
+                self._on_pull_failed(pull, cause, message)
             case Unpinned(key, block_ids, _):
                 self._on_unpinned(key, block_ids)
             case LeaseDropped(key, cause, message):
@@ -264,10 +264,10 @@ class PrefillCore:
         self.pool.release(block_ids)
         self.steps.offer(prefix.request)
 
-    def _on_pull_failed(self, pull: Pull, message: str) -> None:
+    def _on_pull_failed(self, pull: Pull, cause: Cause | None, message: str) -> None:
         """A prefix could not be pulled: compute it. If a read may still write to its blocks, the prompt waits for
         others."""
-        request = self.prefix_pulls.gave_up(pull, self._agenda.now).request
+        request = self.prefix_pulls.gave_up(pull, cause, self._agenda.now).request
         if request.state is PromptState.ENDED:
             return
         log.info("request %s computes its prefix: %s", request.key.request, message)

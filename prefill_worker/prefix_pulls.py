@@ -8,15 +8,20 @@ of its own. Until it has settled, none of its blocks are offered, and no later t
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
+from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages.fields import MAX_PREFIX_BLOCKS
+from common.contract.messages.gateway import Source
 from common.contract.messages.handoff import AttachPrefix
 from common.scheduling.costs import Costs
 from kv_transfer.pull import Pull
 from prefill_worker.request import PrefillRequest, PromptState
+
+log = logging.getLogger(__name__)
 
 _LATENCY_S = 0.005
 """Fixed seconds of a pull, whatever its size: attach, offer, start of the read, settle."""
@@ -30,6 +35,13 @@ _MAX_RATIO = 4.0
 worker opens connections, and so is slow."""
 _FORGETTING = 0.99
 """Factor on an estimate each time that it forbids a pull: sooner or later one is tried again, which corrects it."""
+_UNREACHABLE = (Cause.WORKER_LOST, Cause.FINGERPRINT, Cause.TRANSFER)
+"""Causes of a failed pull that tell of the source, or of the way to it."""
+_FIRST_PAUSE_S = 10.0
+"""Seconds for which nothing is pulled from a source after such a failure. They double with each further one."""
+_LONGEST_PAUSE_S = 320.0
+_MEMORY_S = 60.0
+"""Seconds for which a pause is remembered after its end. A failure after that begins a first pause."""
 When = Literal["cost", "always", "never"]
 """When to pull what another worker holds: if that is cheaper than computing it, always, never."""
 MAX_PULLS = 64
@@ -70,6 +82,8 @@ class PrefixPulls:
         self._s_per_block = block_bytes / _FIRST_GUESS_BYTES_PER_S
         self._least_s_per_block = block_bytes / _MOST_BYTES_PER_S
         self._pulls: dict[RequestKey, PrefixPull] = {}
+        self._pauses: dict[Incarnation, tuple[float, float]] = {}
+        """Source from which the last pull failed → (seconds for which nothing is pulled from it, when they end)."""
         self.num_tokens_pulled = 0
         """Prompt tokens that were pulled instead of computed."""
         self.ended = {"pulled": 0, "gave_up": 0}
@@ -87,14 +101,17 @@ class PrefixPulls:
 
     def choose(self, request: PrefillRequest, now: float) -> PrefixPull | None:
         """Choose once, for a request that has its blocks, whether to pull. Returns the pull, which counts as under way
-        and which the caller begins. Returns None if no other worker holds more of the prompt than this one, or if the
-        pull is not expected to be faster than computing (the setting may override that)."""
+        and which the caller begins. Returns None if no other worker holds more of the prompt than this one, if the
+        pull is not expected to be faster than computing (the setting may override that), or if the last pull from that
+        worker has just failed."""
         hint = request.work.prefix
         if self._when == "never" or hint is None or hint.source.incarnation == self._me:
             return None
         if request.prefix_tried or len(self._pulls) >= MAX_PULLS:
             return None
         request.prefix_tried = True
+        if now < self._pauses.get(hint.source.incarnation, (0.0, 0.0))[1]:
+            return None
         # The last token is always computed, for its logits.
         end = min(hint.num_tokens, len(request.work.token_ids) - 1) // self._block_size
         end = min(end, MAX_PREFIX_BLOCKS)
@@ -124,21 +141,34 @@ class PrefixPulls:
     def pulled(self, pull: Pull, now: float) -> PrefixPull:
         """The pull has settled: update the estimate of seconds per block from its duration."""
         prefix = self._end(pull, now)
+        self._pauses.pop(pull.source.incarnation, None)
         num_read = prefix.num_blocks - prefix.request.num_computed // self._block_size
         self._observe(max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_read))
         self.num_tokens_pulled += num_read * self._block_size
         self.ended["pulled"] += 1
         return prefix
 
-    def gave_up(self, pull: Pull, now: float) -> PrefixPull:
+    def gave_up(self, pull: Pull, cause: Cause | None, now: float) -> PrefixPull:
         """The pull has ended without valid blocks. It counts if the prompt is still wanted, and so computed. If its
-        time was up, it would have taken longer, which raises the estimate."""
+        source could not be reached or read, or has offered nothing in time, nothing is pulled from there for a while.
+        Else, if its time was up, it would have taken longer, which raises the estimate."""
         prefix = self._end(pull, now)
         self.ended["gave_up"] += prefix.request.state is not PromptState.ENDED
-        if now >= prefix.until:
+        if cause in _UNREACHABLE or (cause is Cause.DEADLINE and not prefix.num_blocks):
+            self._pause(pull.source, now)
+        elif now >= prefix.until:
             num_new = len(pull.block_hashes or ()) - prefix.request.num_computed // self._block_size
             self._observe(max(self._s_per_block, (now - prefix.began - _LATENCY_S) / max(1, num_new)))
         return prefix
+
+    def _pause(self, source: Source, now: float) -> None:
+        """Pull nothing from `source` for a while, unless it is paused already and the pull had begun before."""
+        self._pauses = {each: pause for each, pause in self._pauses.items() if now < pause[1] + _MEMORY_S}
+        length_s, until = self._pauses.get(source.incarnation, (_FIRST_PAUSE_S / 2, now))
+        if now >= until:
+            length_s = min(2 * length_s, _LONGEST_PAUSE_S)
+            self._pauses[source.incarnation] = (length_s, now + length_s)
+            log.warning("%s cannot be read from: pulling no prefix from there for %.0f s", source, length_s)
 
     def _observe(self, s_per_block: float) -> None:
         old = self._s_per_block

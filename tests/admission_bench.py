@@ -22,7 +22,8 @@ from common.contract.tiers import Tier, by_tier
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
-from gateway.dispatch.router import Ask, Expected, Handoff, Router
+from gateway.dispatch.ask import Ask
+from gateway.dispatch.router import Expected, Handoff, Router
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given

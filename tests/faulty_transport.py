@@ -19,6 +19,8 @@ class Faulty:
     def __init__(self, serves_by_polling: bool = True) -> None:
         self.serves_by_polling = serves_by_polling
         self.reads: list[Read] = []
+        self.waits = False
+        """Whether nothing of a new read begins until the test says so."""
         self.raising: dict[str, Exception] = {}
         self.calls: list[tuple[str, Incarnation]] = []
         """Sources that were added and dropped, in order."""
@@ -48,8 +50,17 @@ class Faulty:
     def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
         """A read that is under way until the test, or the fence, ends it."""
         self._enter("start_read")
-        self.reads.append(Read(source, len(sink_blocks)))
-        return self.reads[-1]
+        read = Read(source, len(sink_blocks))
+        read.waiting = self.waits
+        self.reads.append(read)
+        return read
+
+    def drop_read(self, read: Read) -> bool:
+        """Drop it if it waits."""
+        self._enter("drop_read")
+        if read.waiting:
+            read.fail("dropped")
+        return read.waiting
 
     def route(self, source: Incarnation) -> ReadRoute:
         """What the test says."""

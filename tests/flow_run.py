@@ -15,7 +15,7 @@ from common.contract.messages.session import Role
 from common.contract.messages.worker import Cancelled, Cut, Failed, Finished, Moved, PromptLogprobs, Tokens, TokenScores
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
-from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.attempt import Assignment, Attempt, Deliver, SendToWorker
 from gateway.serving.flow import Flow, FlowState
 from gateway.serving.flow_actions import (
     AssignmentOver,
@@ -26,7 +26,7 @@ from gateway.serving.flow_actions import (
     Unwanted,
     Want,
 )
-from gateway.serving.generation import Delta, Generation
+from gateway.serving.generation import Delta, Generation, PromptDelta
 from gateway.serving.suspicion import Crash
 from gateway.workers.worker_life import WorkerLife
 
@@ -94,7 +94,7 @@ class Sent:
     message: Message
 
 
-Seen = Sent | Deliver | DeliverPrompt | Want | Done | Fail
+Seen = Sent | Deliver | PromptDelta | Want | Done | Fail
 
 
 class Run:
@@ -228,7 +228,7 @@ class Run:
 
     def told(self) -> list[int]:
         """Positions of the prompt that the client has got log probabilities of, in the order in which they came."""
-        deltas = [each.delta for each in self.seen if isinstance(each, DeliverPrompt)]
+        deltas = [each for each in self.seen if isinstance(each, PromptDelta)]
         for delta in deltas:
             assert [-rank for rank in delta.scores.ranks] == list(delta.scores.logprobs)
         return [rank for delta in deltas for rank in delta.scores.ranks]

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from common.contract.messages.gateway import PrefixHint
 from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Target, Tier
+from gateway.dispatch.ask import Ask
 from gateway.dispatch.broken_paths import BrokenPaths
-from gateway.dispatch.router import Ask, Caution, Expected, Handoff, Local, LocalPrefill, Rebind
+from gateway.dispatch.router import Expected, Handoff, Local, LocalPrefill, Rebind
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import WorkerView
@@ -70,46 +71,42 @@ def usable(registry: Registry, role: Role) -> list[WorkerView]:
     return [worker for worker in registry.workers.values() if worker.role is role and worker.usable]
 
 
-def fitting(caution: Caution, workers: list[WorkerView]) -> list[WorkerView]:
-    return [
-        w
-        for w in workers
-        if caution.fingerprint is None or (w.welcome and w.welcome.fingerprint == caution.fingerprint)
-    ]
+def fitting(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
+    return [w for w in workers if ask.fingerprint is None or (w.welcome and w.welcome.fingerprint == ask.fingerprint)]
 
 
-def beside(caution: Caution, workers: list[WorkerView]) -> list[WorkerView]:
-    return [worker for worker in workers if worker.life in caution.beside] or workers
+def beside(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
+    return [worker for worker in workers if worker.life in ask.beside] or workers
 
 
-def able(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
-    workers = [worker for worker in fitting(caution, workers) if worker.life not in caution.too_small]
+def able(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
+    workers = [worker for worker in fitting(ask, workers) if worker.life not in ask.too_small]
     workers = [worker for worker in workers if holds(worker, ask.most_tokens)] or workers
-    return workers if caution.admitted else [worker for worker in workers if worker.life not in caution.avoid]
+    return workers if ask.admitted else [worker for worker in workers if worker.life not in ask.avoid]
 
 
-def decode_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
-    workers = able(caution, workers, ask)
-    return beside(caution, [worker for worker in workers if worker.life not in caution.avoid] or workers)
+def decode_workers(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
+    workers = able(ask, workers)
+    return beside(ask, [worker for worker in workers if worker.life not in ask.avoid] or workers)
 
 
-def prefill_workers(caution: Caution, workers: list[WorkerView], ask: Ask) -> list[WorkerView]:
-    shunned = caution.avoid | caution.too_small
-    workers = fitting(caution, workers)
-    if caution.admitted and sum(worker.life in caution.avoid for worker in workers) >= 3:
+def prefill_workers(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
+    shunned = ask.avoid | ask.too_small
+    workers = fitting(ask, workers)
+    if ask.admitted and sum(worker.life in ask.avoid for worker in workers) >= 3:
         return []
     workers = [worker for worker in workers if worker.life not in shunned]
-    return beside(caution, [worker for worker in workers if holds(worker, ask.num_tokens)])
+    return beside(ask, [worker for worker in workers if holds(worker, ask.num_tokens)])
 
 
 def readers(source: WorkerLife, decode: list[WorkerView], paths: BrokenPaths, now: float) -> list[WorkerView]:
     return [worker for worker in decode if worker.life not in paths.avoided(source, now)]
 
 
-def hope(registry: Registry, ask: Ask, caution: Caution) -> bool:
+def hope(registry: Registry, ask: Ask) -> bool:
     workers = [worker for worker in registry.workers.values() if worker.role is Role.DECODE]
-    there = fitting(caution, [worker for worker in workers if worker.there and worker.refused is None])
-    return len(able(caution._replace(fingerprint=None), there, ask)) > 0
+    there = fitting(ask, [worker for worker in workers if worker.there and worker.refused is None])
+    return len(able(ask._replace(fingerprint=None), there)) > 0
 
 
 def has_room(workers: list[WorkerView], ask: Ask) -> bool:
@@ -146,7 +143,6 @@ def choose(
     registry: Registry,
     ask: Ask,
     cached: Cached,
-    caution: Caution,
     paths: BrokenPaths,
     *,
     local_prefill_tokens: int,
@@ -154,8 +150,8 @@ def choose(
     targets: Mapping[Tier, Target],
 ) -> Handoff | Local | None:
     """Workers for a prompt; those of a turn, if one is given, regardless of loads."""
-    prefill = prefill_workers(caution, usable(registry, Role.PREFILL), ask)
-    decode = decode_workers(caution, usable(registry, Role.DECODE), ask)
+    prefill = prefill_workers(ask, usable(registry, Role.PREFILL))
+    decode = decode_workers(ask, usable(registry, Role.DECODE))
     if not decode:
         return None
     if turn is not None:
@@ -198,11 +194,10 @@ def rebind(
     registry: Registry,
     ask: Ask,
     cached: Cached,
-    caution: Caution,
     paths: BrokenPaths,
     targets: Mapping[Tier, Target],
 ) -> Rebind | None:
-    decode = decode_workers(caution, usable(registry, Role.DECODE), ask)
+    decode = decode_workers(ask, usable(registry, Role.DECODE))
     decode = readers(source, decode, paths, ask.now) or decode
     return Rebind(taker(decode, ask, cached, targets)) if decode else None
 

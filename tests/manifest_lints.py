@@ -31,6 +31,8 @@ _CONTEXTS = {"demo": 2048, "Qwen/Qwen2.5-7B-Instruct": 32768, "Qwen/Qwen2.5-32B-
 _IDLE_BYTES = 200 * 2**20
 """Of a gateway's process without requests."""
 _BYTES_OF_A_WAITING_TOKEN = 60
+_LOGS_BYTES = 4 * 2**30
+"""Of a node's disk, that a pod's container takes beyond its volumes."""
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
@@ -416,6 +418,26 @@ def threads_fit(objects: list[Object]) -> Iterator[str]:
             yield f"{named(each)}: it computes with other threads than the {cores} cores that it requests"
 
 
+def nodes_run_the_images(objects: list[Object]) -> Iterator[str]:
+    """The locked packages of the images are those of one architecture."""
+    for each, template in templates(objects):
+        if template["spec"].get("nodeSelector", {}).get("kubernetes.io/arch") != "amd64":
+            yield f"{named(each)}: it may come to a node on which its image does not run"
+
+
+def disks_are_for_what_is_written(objects: list[Object]) -> Iterator[str]:
+    """A worker whose weights are on a shared volume keeps little of its node's disk from others."""
+    for each, spec, container in containers(objects):
+        volumes = spec.get("volumes", ())
+        if not any(volume["name"] == "models" and "persistentVolumeClaim" in volume for volume in volumes):
+            continue
+        folders = [folder for volume in volumes if (folder := volume.get("emptyDir")) and "medium" not in folder]
+        written = sum(_amount(folder.get("sizeLimit", "0")) for folder in folders)
+        asked = container.get("resources", {}).get("requests", {}).get("ephemeral-storage", "0")
+        if _amount(asked) > written + _LOGS_BYTES:
+            yield f"{named(each)}: it keeps {asked} of its node's disk, and writes less"
+
+
 LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     selectors_fit,
     ports_exist,
@@ -431,6 +453,8 @@ LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     quantities_are_some,
     threads_fit,
     pods_may_do_little,
+    nodes_run_the_images,
+    disks_are_for_what_is_written,
 )
 
 

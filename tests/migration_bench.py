@@ -49,6 +49,7 @@ from kv_transfer import transfers
 from kv_transfer.bandwidths import Bandwidths
 from kv_transfer.events import (
     AddSource,
+    DropRead,
     DropSource,
     MoverAction,
     ReadEnded,
@@ -184,7 +185,8 @@ class Engine:
         self.last_tokens = [outcome.token_id for each in (decoded, *outcomes) for outcome in each]
         told = {row: outcome for row, outcome in enumerate(decoded) if outcome.logprobs is not None}
         chosen = Chosen([outcome.token_id for outcome in decoded], {**told})
-        return StepResult(outcomes=outcomes, scores=[TokenScores() for _ in slices], chosen=chosen, duration_s=0.01)
+        scores = [TokenScores() for _ in slices]
+        return StepResult(outcomes=outcomes, scores=scores, chosen=chosen, duration_s=0.01, between_s=0.0)
 
     def at(self, table: Sequence[int], position: int) -> int | None:
         """The KV at this position of a sequence."""
@@ -223,6 +225,8 @@ class Read:
     copied: int = 0
     fenced: bool = False
     """It can only fail."""
+    dropped: bool = False
+    """Nobody wants it any more, and nothing of it has begun."""
 
 
 class Reads:
@@ -246,6 +250,9 @@ class Reads:
                 self.sources.discard(source)
                 for read in self.open:
                     read.fenced |= read.source == source
+            case DropRead(read_id):
+                for read in self.open:
+                    read.dropped |= read.read_id == read_id and not read.copied
             case StartRead(read_id, source, source_blocks, sink_blocks, _):
                 self.open.append(Read(read_id, source, source_blocks, sink_blocks, fenced=source not in self.sources))
 
@@ -261,16 +268,18 @@ class Reads:
         read.copied += 1
         self.num_blocks_read += 1
 
-    def end(self, read: Read, error: str | None = None) -> None:
-        """It is done, or has failed."""
+    def end(self, read: Read, error: str | None = None, *, dropped: bool = False) -> None:
+        """It is done, has failed, or was dropped."""
         assert error is not None or read.copied == len(read.sink_blocks)
         self.open.remove(read)
-        self.report(ReadEnded(read.read_id, error))
+        self.report(ReadEnded(read.read_id, error, dropped=dropped))
 
     def go_on(self, read: Read) -> None:
         """One step towards its end."""
         if read.fenced or not self.site.world.sites[read.source].alive:
             self.end(read, "the connection broke")
+        elif read.dropped:
+            self.end(read, "dropped", dropped=True)
         elif read.copied < len(read.sink_blocks):
             self.copy(read)
         else:

@@ -21,6 +21,8 @@ class ModelHub:
         self.commits = dict(commits)
         self.main = main
         self.url = ""
+        self.refusal: Mapping[str, str] | None = None
+        """The headers with which it refuses all requests, as long as it does."""
 
     def variables(self, cache: Path) -> dict[str, str]:
         """The environment of processes that download from here into `cache`."""
@@ -72,7 +74,10 @@ def model_hub(commits: Mapping[str, Path], main: str) -> Iterator[ModelHub]:
         def _answer(self, *, with_body: bool) -> None:
             found = hub.answer(self.path)
             body, headers = (b"", {}) if found is None else found
-            self.send_response(HTTPStatus.NOT_FOUND if found is None else HTTPStatus.OK)
+            status = HTTPStatus.NOT_FOUND if found is None else HTTPStatus.OK
+            if hub.refusal is not None:
+                status, body, headers = HTTPStatus.UNAUTHORIZED, b"", dict(hub.refusal)
+            self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()

@@ -18,7 +18,7 @@ from common.contract.ids import Incarnation, new_incarnation
 from kv_transfer.events import Serve
 from kv_transfer.mover import Mover
 from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.regions import Region
+from kv_transfer.regions import RankPart, Region
 from kv_transfer.transport import Transport
 from kv_transfer.zmq_transport import ZmqTransport
 
@@ -37,9 +37,8 @@ class Cache:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.blocks_NB = np.full((num_blocks, block_bytes), POISON, dtype=np.uint8)
-        self.region = Region.of_one_part(
-            address=self.blocks_NB.ctypes.data, num_blocks=num_blocks, block_bytes=block_bytes
-        )
+        part = RankPart(self.blocks_NB.ctypes.data, 0, block_bytes)
+        self.region = Region(parts=(part,), num_blocks=num_blocks, block_bytes=block_bytes)
 
     def fill(self, seed: int) -> None:
         """Write seeded bytes, none of them POISON."""

@@ -20,7 +20,7 @@ import torch
 
 from common.contract.ids import Incarnation, new_incarnation
 from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.regions import Region
+from kv_transfer.regions import RankPart, Region
 from kv_transfer.transport import ReadState
 
 BLOCK_BYTES = (2 * 2**20, 8 * 2**20)
@@ -40,8 +40,8 @@ def run() -> Iterator[dict[str, Any]]:
 
 def region_of(memory: torch.Tensor, block_bytes: int) -> Region:
     """The whole memory as a region."""
-    return Region.of_one_part(
-        address=memory.data_ptr(),
+    return Region(
+        parts=(RankPart(memory.data_ptr(), 0, block_bytes),),
         num_blocks=memory.numel() // block_bytes,
         block_bytes=block_bytes,
         device="cuda" if memory.is_cuda else "cpu",
@@ -92,11 +92,16 @@ def transfers(block_bytes: int, num_bytes: int, device: str) -> Iterator[dict[st
     for num in sizes:
         write = median_s(partial(write_blocks, transport, source, order[:num], order[-num:]))
         yield entry("writes", block_bytes, num, write)
-    transport.close()
+    transport.drop_source(source)  # as a worker does
+    free = torch.cuda.mem_get_info()[0] if memory.is_cuda else 0
     ours.send(None)
     process.join(PATIENCE_S)
     if process.exitcode != 0:
         raise SystemExit(f"the source ended with {process.exitcode}")
+    if memory.is_cuda:  # UCX may keep the memory of a process that has ended, for as long as this one lives
+        given_back = torch.cuda.mem_get_info()[0] - free
+        yield {"kind": "given back", "block_bytes": block_bytes, "source_bytes": num_bytes, "bytes": given_back}
+    transport.close()
 
 
 def median_s(transfer: Callable[[], None]) -> float:

@@ -255,3 +255,5 @@ class StepResult:
     drafted: Drafted = NOTHING_DRAFTED
     duration_s: float
     """Seconds from the step's begin on the engine's thread, or from the end of the step before, whichever is later."""
+    between_s: float
+    """Seconds from the end of the step before to the step's begin; 0 if it had begun before."""

@@ -53,6 +53,8 @@ class DraftCheckpoint:
 
     folder: Path
     kv_cache_bytes: int
+    graph_seqs: int
+    """On a GPU, its passes over up to so many sequences become CUDA graphs."""
 
 
 def device_of(settings: WorkerSettings) -> DeviceType:
@@ -99,6 +101,7 @@ class Engine:
         progress: Callable[[int, int], None],
         *,
         step_tokens: int,
+        largest_step: int = 0,
         swap_bytes: int = 0,
         graph_seqs: int = 0,
         timed_rows: int = 0,
@@ -107,8 +110,9 @@ class Engine:
         """Load the model and measure its costs on the engine's thread; `progress(done, total)` is called there.
 
         `settings.device` must not be "auto" (see `device_of`). Costs are measured by steps of up to `step_tokens`
-        tokens. `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs`
-        decode tokens become CUDA graphs; 0 makes none. Steps of up to `timed_rows` decode tokens are timed; 0 times
+        tokens. On a GPU a step of `largest_step` tokens is run, so that memory that does not suffice for it is missed
+        now. `swap_bytes` is host memory for the KV of preempted sequences. On a GPU, steps of up to `graph_seqs` decode
+        tokens become CUDA graphs; 0 makes none. Steps of up to `timed_rows` decode tokens are timed; 0 times
         none. `draft_model` is loaded beside the model, timed in the same way, and drafts at most `timed_rows` sequences
         at once. Raises `OperatorError`.
         """
@@ -121,6 +125,7 @@ class Engine:
                 folder,
                 progress,
                 step_tokens,
+                largest_step,
                 swap_bytes,
                 graph_seqs,
                 timed_rows,
@@ -136,6 +141,7 @@ class Engine:
         folder: Path,
         progress: Callable[[int, int], None],
         step_tokens: int,
+        largest_step: int,
         swap_bytes: int,
         graph_seqs: int,
         timed_rows: int,
@@ -146,7 +152,8 @@ class Engine:
         if device == "cuda" and settings.checksums:
             raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
         if device == "cuda" and not torch.cuda.is_available():
-            raise OperatorError("--device cuda: torch finds no GPU that it can use here; set --device cpu")
+            unusable = "torch finds no GPU that it can use here (is its driver 580 or later?)"
+            raise OperatorError(f"--device cuda: {unusable}; set --device cpu")
         if device == "cuda" and (capability := torch.cuda.get_device_capability()) != _TESTED:
             log.warning("the kernels have not been tested on a GPU of compute capability %d.%d", *capability)
         width = settings.tensor_parallel
@@ -157,7 +164,7 @@ class Engine:
             torch.set_num_threads(num_threads)
         try:
             # First: the model's cache may take the rest of a GPU's memory.
-            draft_runner = None if draft_model is None else _load_draft_model(settings, draft_model, graph_seqs)
+            draft_runner = None if draft_model is None else _load_draft_model(settings, draft_model)
             with unchanged(folder):
                 # Hash every byte of the files while they are loaded: loading brings them into memory.
                 hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
@@ -178,7 +185,7 @@ class Engine:
                 if device == "cuda":
                     if graph_seqs:
                         runner.capture_graphs(graph_seqs, progress)
-                    runner.warm_up()
+                    runner.warm_up(largest_step)
                 fingerprint = Fingerprint(
                     config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
                 )
@@ -188,7 +195,7 @@ class Engine:
             if draft_runner is not None:
                 drafter = Drafter(draft_runner, time_rows(draft_runner, timed_rows), runner.config.vocab_size)
         except torch.OutOfMemoryError as error:
-            advice = "lower --kv-cache-bytes or --max-num-seqs, or raise --gpu-reserve-bytes"
+            advice = "lower --kv-cache-bytes, --token-budget or --max-num-seqs, or raise --gpu-reserve-bytes"
             raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
         log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
         log.info(
@@ -240,9 +247,10 @@ class Engine:
         if submitted.done:
             outcomes = submitted.outcomes()
         else:
-            outcomes = await self._waiter.run(submitted.outcomes)
-            end = time.perf_counter()
+            # The event loop may hear of the end later, by what it does then.
+            outcomes, end = await self._waiter.run(lambda: (submitted.outcomes(), time.perf_counter()))
         # A step that was submitted while another one ran on the GPU began when that one ended.
+        between_s = max(0.0, started.begin - self._last_end)
         duration_s = end - max(started.begin, self._last_end)
         self.busy_s += duration_s
         self._last_end = end
@@ -253,6 +261,7 @@ class Engine:
             chosen=submitted.chosen(),
             drafted=started.drafted,
             duration_s=duration_s,
+            between_s=between_s,
         )
 
     def call(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
@@ -280,7 +289,7 @@ def _group_plan(settings: WorkerSettings, device: DeviceType, num_threads: int) 
     )
 
 
-def _load_draft_model(settings: WorkerSettings, draft_model: DraftCheckpoint, graph_seqs: int) -> ModelRunner:
+def _load_draft_model(settings: WorkerSettings, draft_model: DraftCheckpoint) -> ModelRunner:
     runner = load_runner(
         draft_model.folder,
         kv_cache_bytes=draft_model.kv_cache_bytes,
@@ -291,8 +300,7 @@ def _load_draft_model(settings: WorkerSettings, draft_model: DraftCheckpoint, gr
         structured_output=False,
     )
     if settings.device == "cuda":
-        if graph_seqs:
-            runner.capture_graphs(graph_seqs)
+        runner.capture_graphs(draft_model.graph_seqs)
         runner.warm_up()
     log.info("loaded %s to draft: %d blocks", draft_model.folder.name, runner.cache.num_blocks)
     return runner

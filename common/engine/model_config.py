@@ -90,7 +90,6 @@ class _Stated(BaseModel):
 class ModelConfig:
     """A decoder of the Llama shape: RMSNorm, rotary attention with grouped heads, gated SiLU."""
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -137,7 +136,6 @@ class ModelConfig:
         num_kv_heads, head_dim = _heads(stated, folder)
         biased = stated.attention_bias and family in ("llama", "qwen3")  # the other families do not read the key
         return cls(
-            architecture=architecture,
             vocab_size=stated.vocab_size,
             hidden_size=stated.hidden_size,
             intermediate_size=stated.intermediate_size,

@@ -112,10 +112,11 @@ class ModelRunner:
         """See `Executor.capture_graphs`."""
         self.executor.capture_graphs(max_num_seqs, progress)
 
-    def warm_up(self) -> None:
+    def warm_up(self, largest_step: int = 0) -> None:
         """Compile every kernel before a request needs it, by steps of each kind over the first blocks: a prompt, one
         token, and both together. Each kind runs without a sample, as in the middle of a prompt, and with each way of
-        sampling."""
+        sampling. At last prompts of `largest_step` tokens run in one step, so that memory that does not suffice for it
+        is missed now."""
         num_tokens = min(2, self.cache.num_blocks) * self.layout.block_size
         num_tokens = min(num_tokens, self.config.max_sequence_tokens)
         tokens, table = (0,) * num_tokens, list(range(self.layout.blocks_for(num_tokens)))
@@ -136,7 +137,11 @@ class ModelRunner:
             for slices in ([prompt], [last], [last, prompt]):
                 self.step(slices)
         self.executor.warm_up()
-        self.clear(len(table))
+        whole = min(self.config.max_sequence_tokens, self.cache.num_slots)
+        lengths = [min(whole, largest_step - begin) for begin in range(0, largest_step, whole)]
+        blocks = list(range(self.layout.blocks_for(max(num_tokens, *lengths, 0))))
+        self.step([Slice(token_ids=(0,) * num, start=0, block_table=blocks) for num in lengths])
+        self.clear(len(blocks))
 
     def clear(self, num_blocks: int) -> None:
         """Zero the first blocks of the cache, and wait until that is done."""
@@ -308,8 +313,8 @@ def load_runner(
         if kv_cache_bytes is None:
             devices = [on] if group is None else [group.device_of(rank) for rank in range(width)]
             memory_of = [torch.cuda.mem_get_info(each) for each in devices]
-            kv_cache_bytes = width * _room(memory_of, gpu_share, torch.cuda.memory_reserved(on), gpu_reserve_bytes)
-            _require_a_block(kv_cache_bytes, own_layout, width)
+            used = torch.cuda.memory_reserved(on)
+            kv_cache_bytes = width * room_of(memory_of, gpu_share, used, gpu_reserve_bytes, own_layout.block_bytes)
         num_blocks, num_host_blocks = (
             size // (width * own_layout.block_bytes) for size in (kv_cache_bytes, swap_bytes)
         )
@@ -344,11 +349,21 @@ def _kernels_for(config: ModelConfig) -> native.Kernels | None:
     return None
 
 
-def _room(memory_of: Sequence[tuple[int, int]], share: float, used: int, reserve: int) -> int:
+def room_of(memory_of: Sequence[tuple[int, int]], share: float, used: int, reserve: int, block_bytes: int) -> int:
     """Bytes of each GPU for a KV cache: what is free, and is left of the worker's share, less as large a share of the
-    reserve. `memory_of` has the free and all bytes of each; each rank has used as many."""
-    room = min(min(free, share * total - used) if share < 1 else free for free, total in memory_of)
-    return max(0, int(room - share * reserve))
+    reserve. `memory_of` has the free and all bytes of each; each rank has used as many. Raises `OperatorError` if there
+    is no room for a block."""
+    room = int(
+        min(min(free, share * total - used) if share < 1 else free for free, total in memory_of) - share * reserve
+    )
+    if room < block_bytes:
+        free, total = min(memory_of)
+        raise OperatorError(
+            f"no room for a KV cache on the GPU: with {used} bytes of weights loaded {free} of {total} bytes are free, "
+            f"for the share {share:g} (--gpu-share) and {reserve} bytes beside the cache (--gpu-reserve-bytes); other "
+            "processes may use the GPU, or keep the memory of a worker that has ended"
+        )
+    return room
 
 
 def _require_a_block(kv_cache_bytes: int, own_layout: KVLayout, width: int) -> None:

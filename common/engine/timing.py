@@ -26,6 +26,9 @@ _ROWS_S = 2.0
 """`time_rows`: no step begins later than this many seconds after the first one, but for the smallest."""
 _RUNS, _LONG_S = 3, 0.03
 """Runs of each step, of which the fastest counts; one that takes longer than so many seconds is run once."""
+_SHORT_TOKENS = 2
+"""Tokens that a row attends to where its context shall not count. With one it would begin a block, which is zeroed: few
+rows of a step that serves do."""
 _LONG_ROWS, _LONG_TOKENS = 4, 512
 """Rows, and the tokens that each of them attends to, of the step that tells what attention takes."""
 
@@ -55,7 +58,7 @@ def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], flo
     swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
 
     def decode(_: int) -> None:
-        runner.submit((), _decodes(1, 1, layout.block_size, cache.num_blocks)).chosen()
+        runner.submit((), _decodes(1, _SHORT_TOKENS, layout.block_size, cache.num_blocks)).chosen()
 
     least_step_s = _least_s(decode, [1, 1, 1], clock)
     runner.clear(len(table))
@@ -122,7 +125,7 @@ def time_rows(runner: ModelRunner, most_rows: int, clock: Callable[[], float] = 
     end = clock() + _ROWS_S
     size, num_blocks = runner.layout.block_size, runner.cache.num_blocks
 
-    def timed(num_rows: int, num_tokens: int) -> float:
+    def timed(num_rows: int, num_tokens: int = _SHORT_TOKENS) -> float:
         decodes = _decodes(num_rows, num_tokens, size, num_blocks)
         least = float("inf")
         for _ in range(_RUNS):
@@ -133,16 +136,16 @@ def time_rows(runner: ModelRunner, most_rows: int, clock: Callable[[], float] = 
                 break
         return least
 
-    timed(1, 1)  # warms up
-    rows, seconds = [1], [timed(1, 1)]
+    timed(1)  # warms up
+    rows, seconds = [1], [timed(1)]
     while rows[-1] < most_rows and clock() < end:
         rows.append(min(2 * rows[-1], most_rows))
-        seconds.append(max(seconds[-1], timed(rows[-1], 1)))
+        seconds.append(max(seconds[-1], timed(rows[-1])))
     long = min(_LONG_TOKENS, num_blocks * size // _LONG_ROWS, runner.config.max_sequence_tokens)
     times = RowTimes(rows=tuple(rows), seconds=tuple(seconds))
-    if long > 1 and clock() < end:
+    if long > _SHORT_TOKENS and clock() < end:
         plain_s = times.step_s((_LONG_ROWS, 0))
-        times.token_s = max(0.0, timed(_LONG_ROWS, long) - plain_s) / (_LONG_ROWS * long)
+        times.token_s = max(0.0, timed(_LONG_ROWS, long) - plain_s) / (_LONG_ROWS * (long - _SHORT_TOKENS))
     runner.clear(num_blocks)
     return times
 

@@ -45,6 +45,8 @@ _TEMPLATE_FILES = ["additional_chat_templates/*.jinja"]
 """Chat templates besides the tokenizer's own, in a folder that a checkpoint may have."""
 
 _PIECE_BYTES = 4 * 1024 * 1024
+_REASON_CHARACTERS = 1000
+"""Most of what the hub's client says of a failure, which has several lines."""
 _MAX_SIZE = 2**31
 """Exclusive bound on sizes in a model's configuration; real vocabularies and contexts are far below it."""
 _VOLATILE_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path"})
@@ -118,7 +120,7 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
             snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=_UNREAD_FILES)
         )
     except Exception as error:  # the hub client raises a dozen unrelated types; each means the same to the operator
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:_REASON_CHARACTERS] or type(error).__name__
         wanted = repr(hub_id) if revision is None else f"{hub_id!r} at revision {revision}"
         raise OperatorError(f"model {wanted} is no local folder and could not be had from the hub: {reason}") from error
     # The revision is logged for people only; workers compare hashes of the files.

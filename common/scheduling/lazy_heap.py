@@ -43,14 +43,13 @@ class LazyHeap(Generic[T]):
         """The key with which `item`, which must be in the heap, was added."""
         return self._entries[item][0]
 
-    def discard(self, item: T) -> bool:
-        """Remove `item`. Returns whether it was in the heap."""
+    def discard(self, item: T) -> None:
+        """Remove `item`; nothing happens if it is not here."""
         if self._entries.pop(item, None) is None:
-            return False
+            return
         if len(self._heap) > 2 * len(self._entries) + 16:
             self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
-        return True
 
     def first(self) -> T | None:
         """The item with the smallest key; None when there is none."""

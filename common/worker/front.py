@@ -182,10 +182,6 @@ class Front(Generic[_Request]):
         """The requests of a gateway that are open here, or wait for its acknowledgement."""
         return tuple(request.key for request in self._owned_by(peer))
 
-    def open_pulls(self, address: str) -> Collection[RequestKey]:
-        """The pulls from an address that are not over."""
-        return self.pulls.open_pulls(address)
-
     def _owned_by(self, gateway: Incarnation) -> list[_Request]:
         return [each for each in (*self.requests.values(), *self.finished.values()) if each.gateway == gateway]
 

@@ -127,7 +127,7 @@ class WorkerShell:
             make_transport,
             clock,
             report=self._inbox.put,
-            open_pulls=core.front.open_pulls,
+            open_pulls=core.front.pulls.open_pulls,
         )
         self._masks = Masks(engine.runner.grammars)
         self._planned: PlannedStep | None = None

@@ -30,6 +30,7 @@ from aiohttp.http_exceptions import LineTooLong
 
 from common.runtime.descriptors import allow_descriptors
 from gateway.access.giving_way import Use, first_to_go
+from gateway.access.reading import Reading
 from gateway.observability.metrics import GatewayMetrics
 from gateway.web.ending import ENDING
 from gateway.web.http_errors import ApiError, from_http, internal_error
@@ -41,7 +42,9 @@ _LOOK_AGAIN_S: Final = 0.05
 """Seconds before a connection that could give way is looked for again, where there was none."""
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """The machine lacks an address, or all addresses of a family."""
-_TLS_GOODBYE_S: Final = 5.0
+_KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
+"""Seconds of silence after which the client's machine is probed, seconds between probes, and the number of unanswered
+probes that ends the connection; as in the control channel. Linux's own first number is two hours."""
 _SPARE_DESCRIPTORS: Final = 256 + 4 * 1024
 """File descriptors reserved for what are no client connections: four for each of 1,024 workers, and others."""
 
@@ -61,11 +64,11 @@ class ConnectionBounds:
     """Time between an answer and the next head. It must be longer than whoever connects keeps an idle connection: a
     request that is sent while the gateway closes its connection is lost."""
     stall_timeout_s: float = 60.0
-    """Time in which the client must read at least one byte of an answer that waits for it. A connection on which
-    nothing is read is aborted after one to two such times."""
+    """Time in which the client must read at least one byte of an answer that waits for it."""
     reading_timeout_s: float = 1800.0
-    """Time in which the client must read an answer that is no stream, which waits for it as a whole. What is left of it
-    when its end is written is bounded by `stall_timeout_s` alone: it is little."""
+    """Time in which the client must read an answer that is no stream, which waits for it as a whole; and the longest
+    time for which a stream waits for its client without a break, in which some 64 KiB have to be read. What is left of
+    an answer when its end is written is bounded by `stall_timeout_s` and, over TLS, by this time again."""
     max_head_bytes: int = 64 * 2**10
     """All lines of a head together, in bytes."""
 
@@ -81,8 +84,7 @@ class _Connection(web.RequestHandler):
         "_head_timer",
         "_listener",
         "_num_answered",
-        "_open_transport",
-        "_stall_timer",
+        "_reading",
     )
 
     def __init__(self, server: web.Server, bounds: ConnectionBounds, listener: Listener) -> None:
@@ -104,23 +106,26 @@ class _Connection(web.RequestHandler):
         """Body of the last request whose head has come; it may still be arriving."""
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self._open_transport: asyncio.Transport | None = None
-        """The transport until the connection is lost. aiohttp forgets it when it closes it, but a closed transport
+        self._reading: Reading
+        """The client's reading, which also keeps the transport. aiohttp forgets a transport that it closes, but that
         keeps its socket until the client has read all that was written."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._open_transport = self.transport
+        self._reading = Reading(
+            cast(asyncio.Transport, transport),
+            stall_timeout_s=self._bounds.stall_timeout_s,
+            reading_timeout_s=self._bounds.reading_timeout_s,
+            refused=self._listener.refused,
+        )
         self._listener.opened(self)
         self._expect_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._listener.closed(self)
-        self._open_transport = None
-        for timer in (self._head_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
+        self._reading.stop()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
         super().connection_lost(exc)
 
     async def start(self) -> None:
@@ -130,7 +135,7 @@ class _Connection(web.RequestHandler):
         finally:
             if self.transport is not None and not self.transport.is_closing():
                 self.transport.close()  # aiohttp's `close` leaves the transport of an idle connection open
-            self._expect_reading()
+            self._reading.watch()
 
     def close(self) -> None:
         """Close the connection at once if it is between requests; otherwise, or if its first request has not come yet,
@@ -143,8 +148,7 @@ class _Connection(web.RequestHandler):
         under_way = self._request_count != self._num_answered or self._head_timer is not None
         if not under_way:
             super().close()
-        transport = self._open_transport
-        if transport is not None and (under_way or transport.get_write_buffer_size()):
+        if not self._reading.is_over and (under_way or not self._reading.is_done):
             self._listener.hold(self)
 
     async def shutdown(self, timeout: float | None = 15.0) -> None:
@@ -173,7 +177,9 @@ class _Connection(web.RequestHandler):
         """Send the answer and get ready for the next request; aiohttp's own error answers are given the API's shape."""
         if isinstance(resp, web.HTTPException):
             resp = from_http(resp, request.path, 0).response(1)
-        timer = asyncio.get_running_loop().call_later(self._bounds.reading_timeout_s, self._read_too_slowly)
+        timer = asyncio.get_running_loop().call_later(
+            self._bounds.reading_timeout_s, self._reading.cut_off, "slow_reader"
+        )
         try:
             end = await super().finish_response(request, resp, start_time)
         finally:
@@ -208,18 +214,16 @@ class _Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading()
+        self._reading.pause()
 
     def resume_writing(self) -> None:
-        if self._stall_timer is not None and self.transport is not None and not self.transport.is_closing():
-            self._stall_timer.cancel()
+        self._reading.resume()
         super().resume_writing()
 
     def cancel(self) -> None:
         """Close the connection, and discard what its client has not read."""
         self.force_close()
-        if self._open_transport is not None:
-            self._open_transport.abort()
+        self._reading.transport.abort()
 
     @property
     def use(self) -> Use:
@@ -227,8 +231,8 @@ class _Connection(web.RequestHandler):
         if self._request_count != self._num_answered:
             is_one = self._request_count == self._num_answered + 1
             return Use.ARRIVING if is_one and self._body is not None and not self._body.is_eof() else Use.SERVING
-        is_read = self._open_transport is None or not self._open_transport.get_write_buffer_size()
-        return Use.IDLE if is_read and self._head_timer is None and not self._busy else Use.UNSERVED
+        is_idle = self._head_timer is None and not self._busy and self._reading.is_done
+        return Use.IDLE if is_idle else Use.UNSERVED
 
     @property
     def is_at_last_answer(self) -> bool:
@@ -257,32 +261,6 @@ class _Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.write(_raw_response(ApiError(status, message)))
         self.force_close()
-
-    def _read_too_slowly(self) -> None:
-        self._listener.refused("slow_reader")
-        if self._open_transport is not None:
-            self._open_transport.abort()
-
-    def _expect_reading(self) -> None:
-        """Abort the connection if as many bytes wait to be read after the stall timeout as now; else check again.
-
-        The number can also grow: a handler writes up to 64 KiB more before it waits for the client.
-        """
-        transport = self._open_transport
-        if transport is None:
-            return
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-        num_unread = transport.get_write_buffer_size()
-
-        def look() -> None:
-            if transport.get_write_buffer_size() != num_unread:
-                self._expect_reading()
-            else:
-                self._listener.refused("stalled")
-                transport.abort()
-
-        self._stall_timer = asyncio.get_running_loop().call_later(self._bounds.stall_timeout_s, look)
 
 
 class Listener:
@@ -335,6 +313,8 @@ class Listener:
         """Accept connections from a bound socket, which `close` closes too."""
         listener.listen(_BACKLOG)
         listener.setblocking(False)
+        for option, value in _KEEPALIVE:  # accepted sockets inherit them, and aiohttp turns probes on
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sockets.append(listener)
         self._accepting.append(asyncio.create_task(self._accept(listener)))
 
@@ -392,8 +372,11 @@ class Listener:
         """Return once the connection is made, after the TLS handshake if TLS is used."""
         options: dict[str, Any] = {}
         if self._tls is not None:
-            timeout_s = self._bounds.header_timeout_s
-            options = {"ssl": self._tls, "ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": _TLS_GOODBYE_S}
+            options = {
+                "ssl": self._tls,
+                "ssl_handshake_timeout": self._bounds.header_timeout_s,
+                "ssl_shutdown_timeout": self._bounds.reading_timeout_s,  # `Reading` ends it before, if nothing is read
+            }
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: _Connection(self._server, self._bounds, self), connection, **options

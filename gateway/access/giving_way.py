@@ -40,8 +40,8 @@ def first_to_go(held: Mapping[Held, str], client: str, use_of: Callable[[Held], 
     """By whether the address has most connections, and by use."""
     for each, address in held.items():
         is_crowd, use = num[address] == most, use_of(each)
-        if is_crowd and crowds_out and use in (Use.IDLE, Use.UNSERVED):
+        if is_crowd and (use is Use.IDLE or (crowds_out and use is Use.UNSERVED)):
             return each
         oldest.setdefault((is_crowd, use), each)
-    order = [(True, Use.IDLE), (False, Use.IDLE), *([(True, Use.ARRIVING)] if crowds_out else [])]
+    order = [(False, Use.IDLE), *([(True, Use.ARRIVING)] if crowds_out else [])]
     return next((oldest[kind] for kind in order if kind in oldest), None)

@@ -113,8 +113,8 @@ class Guard:
                 headers["Allow"] = error.headers["Allow"]
             answer = from_http(error, request.path, self._limits.max_body_bytes)
         except asyncio.CancelledError:
-            if not self._ending.is_reason():
-                raise
+            if request.writer.output_size or not self._ending.is_reason():
+                raise  # after an answer, or a part of one, no other one can be sent
             answer = as_api_error(gateway_ended())
         except Exception as error:  # noqa: BLE001 (logged in as_api_error)
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)

@@ -37,7 +37,7 @@ from gateway.dispatch.recovery_metrics import RecoveryMetrics
 from gateway.dispatch.router import Router, Routing
 from gateway.dispatch.token_rows import TokenRows
 from gateway.dispatch.ttft_limits import TtftLimits
-from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.attempt import Assignment, Attempt, Deliver, SendToWorker
 from gateway.serving.flow import Flow
 from gateway.serving.flow_actions import (
     AssignmentOver,
@@ -86,7 +86,7 @@ class Dispatcher(Collector):
         """`local_prefill_tokens`: a decode worker computes a prompt of which it has at most so many tokens to compute.
         With 0 it computes none, because the last token is never cached. `targets`: by them a decode worker's profile is
         chosen. `max_prefix_names` bounds the prefix index. Without `ttft_limits` no request is refused because of
-        expected times. An admitted request waits up to `patience_s` while no suitable worker exists. A request that
+        expected times. A request waits up to `patience_s` while no suitable worker exists. A request that
         gets no token for `silence_s` fails.
         """
         index = PrefixIndex(max_prefix_names)
@@ -205,7 +205,7 @@ class Dispatcher(Collector):
             why = f"no token has come for {self._silence_s:g} s"
             if over_at <= now:
                 why = "the request's time ran out at the gateway"
-            self._carry_out_all(request, flow.fail(Cause.DEADLINE, f"{why}; last: {flow.story[-1:]}"))
+            self._carry_out_all(request, flow.fail(Cause.DEADLINE, f"{why}; {flow.attempts.whereabouts}"))
 
     # --- what the links report (`gateway.dispatch.links.Requests`) -------------------------------------------------
 
@@ -301,9 +301,9 @@ class Dispatcher(Collector):
                     self.recovery.trials[message.suspicion] += 1
             case Deliver():
                 self._deliver(request, action)
-            case DeliverPrompt(delta):
+            case PromptDelta():
                 request.flow.generation.admittance.taken = True
-                request.mailbox.put(delta)
+                request.mailbox.put(action)
             case Want():
                 self._want(request, action)
             case Unwanted(want):
@@ -316,13 +316,15 @@ class Dispatcher(Collector):
             case Hopeless():
                 asyncio.get_running_loop().call_soon(self._watch, request)
             case Done() | Fail():
+                if isinstance(action, Fail):
+                    log.info("request %s failed: %s", next(iter(request.flow.requests)), "; ".join(request.flow.story))
                 request.mailbox.put(action)
 
     def _deliver(self, request: OpenRequest, deliver: Deliver) -> None:
         delta, now = deliver.delta, self._clock()
         request.flow.generation.admittance.taken = True
         self.placement.answered(request, now)
-        failed_at = request.flow.generation.waterfall.tokens(deliver.attempt, delta.choice, deliver.role, now)
+        failed_at = request.flow.generation.waterfall.tokens(deliver.key, delta.choice, deliver.role, now)
         if failed_at is not None:
             self.recovery.resume.observe(now - failed_at)
         request.mailbox.put(delta)

@@ -16,8 +16,9 @@ import numpy as np
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.session import Phase, Role
 from common.contract.tiers import Tier
+from gateway.dispatch.ask import Ask
 from gateway.dispatch.open_request import OpenRequest
-from gateway.dispatch.router import Ask, Caution, Router
+from gateway.dispatch.router import Router
 from gateway.serving.attempt import Attempt
 from gateway.serving.choice import Choice
 from gateway.workers.registry import Registry
@@ -74,7 +75,7 @@ class Leaving:
             return False
         if leaving.welcome is None or leaving.load is None or leaving.load.phase is Phase.SERVING:
             return False
-        others = self._router.takers(_ONE_TOKEN, Caution(fingerprint=leaving.welcome.fingerprint))
+        others = self._router.takers(_ONE_TOKEN._replace(fingerprint=leaving.welcome.fingerprint))
         return any(
             worker.has_room(_ONE_TOKEN.num_tokens, _ONE_TOKEN.tier) for worker in self._registry.table.views(others)
         )
@@ -90,9 +91,15 @@ class Leaving:
     ) -> WorkerView | None:
         """A decode worker other than the one at `address` that probably has room for a leaving sequence; None without
         one. Those that have failed to take it over are tried again after a pause if there are no others."""
-        ask = Ask(num_tokens=choice.next_position, most_tokens=most_tokens, tier=tier)
-        caution = Caution(fingerprint=fingerprint, too_small=frozenset(choice.too_small), admitted=True)
-        rows = self._router.takers(ask, caution)
+        ask = Ask(
+            num_tokens=choice.next_position,
+            tier=tier,
+            most_tokens=most_tokens,
+            fingerprint=fingerprint,
+            too_small=frozenset(choice.too_small),
+            admitted=True,
+        )
+        rows = self._router.takers(ask)
         others = {
             row: worker.life
             for row, worker in zip(rows.tolist(), self._registry.table.views(rows), strict=True)

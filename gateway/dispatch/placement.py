@@ -26,9 +26,10 @@ from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Tier
 from common.runtime.probes import counter, gauge
+from gateway.dispatch.ask import Ask
 from gateway.dispatch.leaving import Leaving
 from gateway.dispatch.open_request import OpenRequest
-from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Rebind, Route, Router
+from gateway.dispatch.router import Handoff, Local, LocalPrefill, Rebind, Route, Router
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.dispatch.waiting import Waiting
 from gateway.serving.attempt import Assignment
@@ -105,16 +106,14 @@ class Placement:
 
     def give_up(self, want: Want, request: OpenRequest, patience_s: float) -> list[FlowAction]:
         """End a request that has waited `patience_s` while no suitable worker existed."""
-        flow, caution = request.flow, Caution.of(want, request.fingerprint)
-        if want.refusal is not None and self._router.all_too_small(Ask.of(want), caution):
+        flow, ask = request.flow, Ask.of(want, fingerprint=request.fingerprint)
+        if want.refusal is not None and self._router.all_too_small(ask):
             return flow.fail(want.refusal.cause, want.refusal.message)
         why = f"no decode worker has been usable for {patience_s:.1f} s"
-        if flow.story:  # none yet if a new request has only waited to be looked at
-            why = f"{why}; before: {flow.story[-1]}"
-        return flow.fail(Cause.WORKER_LOST, why)
+        return flow.fail(Cause.WORKER_LOST, f"{why}; before: {flow.failure}" if flow.failure else why)
 
     def answered(self, request: OpenRequest, now: float) -> None:
-        """Learn from an admitted request that has its first token, or will never have one."""
+        """Learn from an accepted request that has its first token, or will never have one."""
         expected, request.expected = request.expected, None
         if expected is not None and self._ttft_limits is not None:
             # Not from its arrival: a client may take its time to send the body, for which nobody waits.
@@ -163,20 +162,19 @@ class Placement:
     def _decide(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction | Hopeless]:
         """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
         flow = request.flow
-        ask = Ask.of(want, flow.generation.tier, now)
-        caution = Caution.of(want, request.fingerprint, flow.beside(want))
-        takers = self._router.takers(ask, caution)
+        ask = Ask.of(want, flow.generation.tier, now, request.fingerprint, flow.beside(want))
+        takers = self._router.takers(ask)
         held = self._holds(want, ask, takers)
         if held or (not len(takers) and (want.refusal is None or want.admitted)):
             if held:
                 self._held_until = self._registry.coming_back_until()
             self.waiting.park(want)
-            return self._note_hope(want, ask, caution)
+            return self._note_hope(want, ask)
         self.waiting.discard(want)
         if not len(takers):
             assert want.refusal is not None
             return flow.fail(want.refusal.cause, want.refusal.message)
-        return self._route(want, request, ask, caution)
+        return self._route(want, request, ask)
 
     def _holds(self, want: Want, ask: Ask, takers: Rows) -> bool:
         """Whether an admitted request waits although decode workers may take it: none of them has room, and others are
@@ -186,17 +184,17 @@ class Placement:
             return False
         return not self._router.has_room(ask, takers)
 
-    def _note_hope(self, want: Want, ask: Ask, caution: Caution) -> Sequence[Hopeless]:
+    def _note_hope(self, want: Want, ask: Ask) -> Sequence[Hopeless]:
         """Let choices wait until the request's deadline, or, if no suitable worker exists, as long as its patience
         lasts."""
-        if want.admitted and self._router.hope(ask, caution):
+        if want.admitted and self._router.hope(ask):
             want.hopeless_at = None
         elif want.hopeless_at is None:
             want.hopeless_at = ask.now
             return [Hopeless(want)]
         return []
 
-    def _route(self, want: Want, request: OpenRequest, ask: Ask, caution: Caution) -> Sequence[FlowAction]:
+    def _route(self, want: Want, request: OpenRequest, ask: Ask) -> Sequence[FlowAction]:
         flow, generation = request.flow, request.flow.generation
         request.hash_prompt(self._registry.block_size)
         # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
@@ -204,18 +202,18 @@ class Placement:
         request.cached = {life: num * request.block_size for life, num in num_blocks.items()}
         route: Route | None
         if want.offer is None:
-            route = self._router.choose(ask, request.cached, caution)
+            route = self._router.choose(ask, request.cached)
         else:
-            route = self._router.rebind(want.offer.life, ask, request.cached, caution)
+            route = self._router.rebind(want.offer.life, ask, request.cached)
         assert route is not None, "there are decode workers for it"
-        route, refusal = self._let_in(request, route, ask, caution)
+        route, refusal = self._within_limits(request, route, ask)
         if generation.waterfall.route is None and not isinstance(route, Rebind):
             generation.waterfall.route = route.explain
         if refusal is not None:
             return flow.fail(Cause.CAPACITY, refusal.message)
         return self._go(want, request, route, ask.now)
 
-    def _let_in(self, request: OpenRequest, route: Route, ask: Ask, caution: Caution) -> tuple[Route, Refusal | None]:
+    def _within_limits(self, request: OpenRequest, route: Route, ask: Ask) -> tuple[Route, Refusal | None]:
         """Where a request goes, and why it is refused, if it is. That is decided once for each request: its other
         prompts follow the first, and failovers are let in. The best route may be one with a wait, so before a refusal
         the route with the least wait is tried."""
@@ -228,7 +226,7 @@ class Placement:
         tier, now = ask.tier, ask.now
         admittance.refusal = limits.refusal(tier, route.expected, now)
         if admittance.refusal is not None:
-            other = self._router.choose(ask._replace(least_wait=True), request.cached, caution)
+            other = self._router.choose(ask._replace(least_wait=True), request.cached)
             if other is not None and limits.refusal(tier, other.expected, now) is None:
                 route, admittance.refusal = other, None
         if admittance.refusal is None:

@@ -26,19 +26,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.kv_layout import Fingerprint
 from common.contract.messages.gateway import PrefixHint
 from common.contract.messages.session import Role
 from common.contract.tiers import NO_TARGETS, Target, Tier
+from gateway.dispatch.ask import Ask, either, without
 from gateway.dispatch.broken_paths import BrokenPaths
 from gateway.dispatch.estimates import prompt_s, queue_s, room_s
 from gateway.dispatch.profiles import of_profile
-from gateway.serving.flow_actions import Want
 from gateway.workers.load_table import Column, LoadTable, Rows
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
@@ -55,9 +54,6 @@ _CLOSE_S: Final = 0.005
 """Expected times within this factor and this many seconds are equal, because they are derived from measurements."""
 _HANDOFF_S: Final = 0.02
 """Seconds that a handoff must be expected to save on a short prompt, which costs a decode worker's batch little."""
-_MOST_SOURCES: Final = 3
-"""Usable prefill workers that may fail an admitted request in a row; then a decode worker computes the prompt. Perhaps
-no decode worker reaches any of them, and each attempt takes the time in which a loss is noticed."""
 
 
 class LocalPrefill(StrEnum):
@@ -72,31 +68,6 @@ class LocalPrefill(StrEnum):
     REFUSED = "refused"
     """Prefill workers are usable, but none takes the prompt: they have refused or failed it, or cannot hold it; or
     three have failed it, and the others are not asked; or handoffs from them have failed."""
-
-
-class Ask(NamedTuple):
-    """A prompt to place, and the time."""
-
-    num_tokens: int
-    """Tokens of the sequence whose KV is wanted."""
-    tier: Tier = Tier.STANDARD
-    num_choices: int = 1
-    most_tokens: int = 0
-    """Most tokens that one sequence can have in the end."""
-    now: float = 0.0
-    least_wait: bool = False
-    """Whether to minimise the wait, however long the prompt then takes, and whatever profile the tier asks for."""
-
-    @classmethod
-    def of(cls, want: Want, tier: Tier = Tier.STANDARD, now: float = 0.0) -> Self:
-        """What choices that want workers ask for."""
-        return cls(
-            num_tokens=want.num_tokens,
-            tier=tier,
-            num_choices=len(want.choices),
-            most_tokens=want.most_tokens,
-            now=now,
-        )
 
 
 class Expected(NamedTuple):
@@ -174,69 +145,6 @@ class Rebind(NamedTuple):
 
 
 Route: TypeAlias = Handoff | Local | Rebind
-
-
-class Caution(NamedTuple):
-    """Restrictions on the choice of workers."""
-
-    avoid: frozenset[WorkerLife] = frozenset()
-    """Workers that have just failed the request."""
-    fingerprint: Fingerprint | None = None
-    """The fingerprint that the request has begun with; workers with another one are excluded. None before it has
-    begun."""
-    beside: frozenset[WorkerLife] = frozenset()
-    """Workers to prefer, if they are among the candidates."""
-    too_small: frozenset[WorkerLife] = frozenset()
-    """Workers that have said that they can never hold the request."""
-    admitted: bool = False
-    """Whether the request is admitted. It may then retry workers that failed it."""
-
-    @classmethod
-    def of(
-        cls, want: Want, fingerprint: Fingerprint | None = None, beside: frozenset[WorkerLife] = frozenset()
-    ) -> Self:
-        """The restrictions for choices that want workers."""
-        return cls(want.avoid, fingerprint, beside, want.too_small, want.admitted)
-
-    def able(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
-        """Decode workers that may take the request. Those that report that they can hold it are returned; if there are
-        none, all, and the worker decides whether it fits."""
-        rows = _without(table, self._fitting(table, rows), self.too_small)
-        rows = _or(rows[table.max_sequence_tokens[rows] >= ask.most_tokens], rows)
-        return rows if self.admitted else _without(table, rows, self.avoid)
-
-    def decode(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
-        """Decode workers to choose from. If all of them have failed the request, all are returned."""
-        rows = self.able(table, rows, ask)
-        return self._beside(table, _or(_without(table, rows, self.avoid), rows))
-
-    def prefill(self, table: LoadTable, rows: Rows, ask: Ask) -> Rows:
-        """Prefill workers to choose from. Those that have failed the request are excluded, because decode workers can
-        compute prompts too; if several have, all are."""
-        rows = self._fitting(table, rows)
-        left = _without(table, rows, self.avoid)
-        if self.admitted and len(rows) - len(left) >= _MOST_SOURCES:
-            return rows[:0]
-        left = _without(table, left, self.too_small)
-        return self._beside(table, left[table.max_sequence_tokens[left] >= ask.num_tokens])
-
-    def _beside(self, table: LoadTable, rows: Rows) -> Rows:
-        return _or(rows[np.isin(rows, table.rows_of(self.beside))], rows) if self.beside else rows
-
-    def _fitting(self, table: LoadTable, rows: Rows) -> Rows:
-        """The workers with the fingerprint, all or none: all usable workers have one (`Registry`)."""
-        return rows if not len(rows) or table.workers[rows[0]].fits(self.fingerprint) else rows[:0]
-
-
-def _without(table: LoadTable, rows: Rows, lives: frozenset[WorkerLife]) -> Rows:
-    return rows[~np.isin(rows, table.rows_of(lives))] if lives else rows
-
-
-def _or(rows: Rows, others: Rows) -> Rows:
-    return rows if len(rows) else others
-
-
-NO_CAUTION: Final = Caution()
 Cached: TypeAlias = Mapping[WorkerLife, int]
 """Worker → leading prompt tokens that its cache probably holds, always fewer than the prompt has."""
 Routing = Literal["expected", "round_robin"]
@@ -263,26 +171,26 @@ class Router:
         self._in_turn = routing == "round_robin"
         self._turn = 0
 
-    def takers(self, ask: Ask, caution: Caution) -> Rows:
+    def takers(self, ask: Ask) -> Rows:
         """The usable decode workers that may take a request."""
-        return caution.able(self._registry.table, self._registry.usable_rows(Role.DECODE), ask)
+        return ask.takers(self._registry.table, self._registry.usable_rows(Role.DECODE))
 
-    def hope(self, ask: Ask, caution: Caution) -> bool:
+    def hope(self, ask: Ask) -> bool:
         """Whether a decode worker exists that may take a request, now or after draining."""
         table = self._registry.table
         there = [
             row
             for row, worker in enumerate(table.workers)
             if worker.role is Role.DECODE and worker.there and worker.refused is None
-            if worker.fits(caution.fingerprint)
+            if worker.fits(ask.fingerprint)
         ]
-        # `able` judges all by the first one, as usable workers have one fingerprint. These need not.
-        return len(caution._replace(fingerprint=None).able(table, np.array(there, dtype=np.intp), ask)) > 0
+        # `Ask.takers` judges all by the first one, as usable workers have one fingerprint. These need not.
+        return len(ask._replace(fingerprint=None).takers(table, np.array(there, dtype=np.intp))) > 0
 
-    def all_too_small(self, ask: Ask, caution: Caution) -> bool:
+    def all_too_small(self, ask: Ask) -> bool:
         """Whether decode workers are usable, and all have said that they can never hold the request."""
-        usable = self.takers(ask, Caution(fingerprint=caution.fingerprint))
-        return len(usable) > 0 and not len(self.takers(ask, caution))
+        usable = self.takers(ask._replace(avoid=frozenset(), too_small=frozenset()))
+        return len(usable) > 0 and not len(self.takers(ask))
 
     def has_room(self, ask: Ask, takers: Rows) -> bool:
         """Whether one of these decode workers is expected to have room at once. Until its first heartbeat a worker is
@@ -291,12 +199,12 @@ class Router:
         soon = takers[room_s(table, ask.tier, ask.num_choices)[takers] <= 0.0]
         return any(worker.load is not None for worker in table.views(soon))
 
-    def choose(self, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Handoff | Local | None:
+    def choose(self, ask: Ask, cached: Cached) -> Handoff | Local | None:
         """Workers for a prompt; None if there are none now."""
         registry, table = self._registry, self._registry.table
         usable = registry.usable_rows(Role.PREFILL)
-        prefill = caution.prefill(table, usable, ask)
-        decode = caution.decode(table, registry.usable_rows(Role.DECODE), ask)
+        prefill = ask.prefill_rows(table, usable)
+        decode = ask.decode_rows(table, registry.usable_rows(Role.DECODE))
         if not len(decode):
             return None
         if self._in_turn:
@@ -330,11 +238,11 @@ class Router:
                 return short
         return handoff
 
-    def rebind(self, source: WorkerLife, ask: Ask, cached: Cached, caution: Caution = NO_CAUTION) -> Rebind | None:
+    def rebind(self, source: WorkerLife, ask: Ask, cached: Cached) -> Rebind | None:
         """A decode worker for an offer of `source` that still stands; None if there is none now."""
         table = self._registry.table
-        decode = caution.decode(table, self._registry.usable_rows(Role.DECODE), ask)
-        decode = _or(_without(table, decode, self.paths.avoided(source, ask.now)), decode)
+        decode = ask.decode_rows(table, self._registry.usable_rows(Role.DECODE))
+        decode = either(without(table, decode, self.paths.avoided(source, ask.now)), decode)
         return Rebind(self.taker(decode, ask, cached)) if len(decode) else None
 
     def taker(self, rows: Rows, ask: Ask, cached: Cached) -> WorkerView:
@@ -380,7 +288,7 @@ class Router:
     def _readers(self, source: int, decode: Rows, now: float) -> Rows:
         """Those of the decode workers that may read from the worker of row `source`."""
         table = self._registry.table
-        return _without(table, decode, self.paths.avoided(table.workers[source].life, now))
+        return without(table, decode, self.paths.avoided(table.workers[source].life, now))
 
     def _next(self, rows: Rows) -> Rows:
         return rows[[self._turn % len(rows)]] if len(rows) else rows

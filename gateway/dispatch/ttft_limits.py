@@ -1,9 +1,9 @@
 """Refuse a request if its first token would come later than its tier allows. Pure.
 
-An early refusal is better than a late answer: the client can go elsewhere or come back when told to, and admitted
+An early refusal is better than a late answer: the client can go elsewhere or come back when told to, and accepted
 requests are served in time. A long prompt is not refused for its own length: only waiting counts against it.
 
-Expected times are inexact, and their error depends on the machine and on its other load. So each admitted request that
+Expected times are inexact, and their error depends on the machine and on its other load. So each accepted request that
 had to wait and was late reduces, by one step, the margin: the share of the allowed time that may be spent waiting. The
 margin grows back with time. (Additive decrease and increase: lateness becomes rare, not impossible.)
 """
@@ -45,7 +45,7 @@ class TtftLimits:
         return min(_MOST_MARGIN, self._margins[tier] + back)
 
     def refusal(self, tier: Tier, expected: Expected, now: float) -> Refusal | None:
-        """The refusal of a request of this tier, or None if it is admitted."""
+        """The refusal of a request of this tier, or None if it is accepted."""
         limit_s = self._limits_s[tier]
         wait_s = expected.wait_s
         allowed_s = self.margin(tier, now) * max(limit_s - expected.prompt_s, _LEAST_SHARE * limit_s)
@@ -59,10 +59,10 @@ class TtftLimits:
         )
 
     def observe(self, tier: Tier, expected: Expected, ttft_s: float, now: float) -> None:
-        """Record that an admitted request has its first token, or ended without one, `ttft_s` after it was opened.
+        """Record that an accepted request has its first token, or ended without one, `ttft_s` after it was opened.
 
-        `expected` is what was expected at its admission. Requests admitted before the last step are ignored, because
-        that step already covers them.
+        `expected` is what was expected when it was accepted. Requests accepted before the last step are ignored,
+        because that step already covers them.
         """
         limit_s = self._limits_s[tier]
         if not limit_s or ttft_s <= limit_s or now - ttft_s < self._stepped_at[tier]:

@@ -42,6 +42,8 @@ TIERS: Final[Mapping[str, Tier]] = {tier.value: tier for tier in Tier} | {
     "auto": Tier.STANDARD,
     "default": Tier.STANDARD,
     "priority": Tier.INTERACTIVE,
+    "fast": Tier.INTERACTIVE,
+    "scale": Tier.STANDARD,
     "flex": Tier.BATCH,
 }
 """Values of `service_tier`: the tiers by name, and OpenAI's names, mapped to the nearest tier."""

@@ -76,7 +76,8 @@ class Job(NamedTuple):
     include_drafts: bool = False
     """Report in the usage how many tokens were drafted, and were right."""
     decoder: TokenDecoder | None = None
-    """Decoder that spells out special tokens, if the client asked for that."""
+    """Decoder that spells out all special tokens, if the client asked for that, or those that are stop strings. None
+    for the plan's."""
     eos_token_id: int | None = None
     """The tokenizer's end-of-sequence token, unless `ignore_eos`. It is no stop reason."""
     prompt_ids: Sequence[Sequence[int]] | None = None
@@ -143,7 +144,7 @@ class Intake:
         for number, prompt in enumerate(form.prompt):
             if number:
                 await asyncio.sleep(0)  # let other tasks run: there may be many prompts
-            prompts.append(await self._prompt_tokens(prompt, context))
+            prompts.append(await self._prompt_tokens(prompt, context, form.add_special_tokens))
         echoed = form.logprobs if form.echo else None
         most = most_tokens(form, self._most_bytes, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
         length = LengthLimit("max_tokens", form.max_tokens, COMPLETION_MAX_TOKENS, most, self._most_bytes)
@@ -191,6 +192,7 @@ class Intake:
             include_reasoning=form.include_reasoning is not False,
             formatted=grammar is not None,
             continued=form.continued,
+            stops=form.stop,
         )
         most = most_tokens(form, self._most_bytes, 1, num_logprobs, len(token_ids))
         length = LengthLimit("max_completion_tokens", form.max_completion_tokens, None, most, self._most_bytes)
@@ -207,12 +209,14 @@ class Intake:
             raise invalid("prompt", "give either prompt or messages")
         most = self._limits.max_sequence_tokens
         if form.messages is not None:
+            if form.add_special_tokens:
+                raise invalid("add_special_tokens", "add_special_tokens: a conversation has those of its template")
             prompt = await self._conversations.render(form.messages, form.tools or (), form.chat_template_kwargs or {})
             token_ids = await self._rendered_tokens(prompt, "messages", most, charge)
         else:
             assert form.prompt is not None
             self._expect([form.prompt], "prompt", most, charge)
-            token_ids = await self._prompt_tokens(form.prompt, most)
+            token_ids = await self._prompt_tokens(form.prompt, most, form.add_special_tokens)
         if len(token_ids) > most:
             raise too_long("prompt" if form.messages is None else "messages", len(token_ids), most)
         return token_ids
@@ -265,11 +269,12 @@ class Intake:
         if num_chars >= _LONG_CHARS:
             charge(expected)
 
-    async def _prompt_tokens(self, prompt: Prompt, context: int) -> list[int]:
+    async def _prompt_tokens(self, prompt: Prompt, context: int, add_special_tokens: bool | None) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
+        encode = self._tokenizer.encode_rendered if add_special_tokens is False else self._tokenizer.encode
         try:
-            return await self._tokenizer.encode(prompt, context)
+            return await encode(prompt, context)
         except TextTooLong as error:
             raise too_long("prompt", None, context) from error
 
@@ -388,6 +393,9 @@ class Intake:
             prompt_ids = [generation.token_ids for generation in generations for _ in range(generation.num_choices)]
             if sum(map(len, prompt_ids)) * TOKEN_ID_BYTES > self._most_bytes:
                 raise invalid("return_token_ids", "the prompts' token ids are more than one answer may have")
+        decoder = self._tokenizer.spelling_out((), form.stop) if plan is None else None
+        if form.skip_special_tokens is False:
+            decoder = self._tokenizer.spelling_all()
         options = form.stream_options
         include_timings = bool(form.include_timings or (options is not None and options.include_timings))
         return Job(
@@ -400,7 +408,7 @@ class Intake:
             include_timings=include_timings,
             include_drafts=include_timings or form.prediction is not None,
             plan=plan,
-            decoder=self._tokenizer.spelling_all() if form.skip_special_tokens is False else None,
+            decoder=decoder,
             eos_token_id=None if form.ignore_eos else self._tokenizer.eos_token_id,
             prompt_ids=prompt_ids,
             continues=continues,

@@ -58,7 +58,7 @@ from gateway.web.http_errors import invalid
 
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
+    "add_special_tokens": (False,),
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
@@ -112,6 +112,11 @@ def _content(value: object) -> str:
     return "\n".join(texts)
 
 
+def _no_prefix(value: object) -> None:
+    if value is not None and value is not False:
+        raise PydanticCustomError("prefix", "is not supported: continue_final_message continues the last message")
+
+
 def _schema_text(value: object) -> str | None:
     """The text of a JSON schema, given as an object or as text."""
     if value is None or isinstance(value, str):
@@ -131,10 +136,11 @@ _JsonSchema: TypeAlias = dict[str, Any] | Annotated[str, Field(max_length=MAX_TE
 def _describe_refused(schema: dict[str, Any]) -> None:
     """Describe refused fields that the schema does not declare in the OpenAPI document."""
     for name, harmless in _UNSUPPORTED.items():
-        if name == "add_special_tokens" and "prompt" not in schema["properties"]:
-            harmless = (False,)
-        said = {"enum": [*harmless, None], "description": "Not supported; these values ask for nothing."}
-        schema["properties"].setdefault(name, said)
+        said: dict[str, Any] = {"enum": [*harmless, None]}
+        why = "these values ask for nothing"
+        if name == "best_of":
+            said, why = schema["properties"].get("n", said), "1 and the value of `n` ask for nothing"
+        schema["properties"].setdefault(name, said | {"description": f"Not supported; {why}."})
 
 
 def _describe_ignored(schema: dict[str, Any]) -> None:
@@ -175,6 +181,10 @@ class ResponseFormat(_Schema):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[
+        str | None, PlainValidator(_schema_text, json_schema_input_type=_JsonSchema | None), Field(alias="schema")
+    ] = None
+    """For the type `json_object`: the schema that the object must follow, as in llama.cpp and other servers."""
 
 
 class StructuredOutputs(_Schema):
@@ -271,6 +281,8 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """0 generates nothing, and needs a worker only for log probabilities of the prompt."""
+    add_special_tokens: bool | None = None
+    """False: the tokenizer adds no special tokens to a text, such as the one for its beginning, as in vLLM."""
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     """Begin each text with its prompt. Log probabilities, if asked for, then begin with those of the prompt's
@@ -292,6 +304,8 @@ class ChatMessage(_Schema):
     """The assistant's reasoning; the two names are equivalent."""
     function_call: None = None
     """OpenAI's former name of a call. The templates of models do not know it."""
+    prefix: Annotated[None, PlainValidator(_no_prefix, json_schema_input_type=Literal[False] | None)] = None
+    """Other servers' request to continue a message; `continue_final_message` is the one that is taken."""
 
     @field_validator("tool_calls", mode="after")
     @classmethod
@@ -374,6 +388,8 @@ class TokenizeRequest(_Body):
     model: ModelName = None
     prompt: Text | None = None
     messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """As the field of completions; of a conversation it can only be false, since its template writes them."""
     tools: Tools | None = None
     chat_template_kwargs: TemplateSwitches | None = None
     return_token_strs: bool | None = None
@@ -417,8 +433,8 @@ def _refuse_unsupported(body: dict[Any, object], schema: type[_Schema]) -> None:
         value = body.get(name)
         if value is None or name in schema.model_fields:
             continue
-        if name == "add_special_tokens" and body.get("messages") is not None:
-            harmless = (False,)  # a chat template writes them
+        if name == "best_of":
+            harmless = (*harmless, body.get("n"))
         if not any(value == each and type(value) is type(each) for each in harmless):  # 1 == True
             why = _WHY_UNSUPPORTED.get(name, "")
             raise invalid(name, f"{name} is not supported{why}", code="unsupported_parameter")

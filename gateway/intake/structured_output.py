@@ -69,8 +69,13 @@ def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
     """(field, kind of grammar, its text) for each constraint in the form."""
     wanted = []
     given = form.response_format
+    if given is not None and given.schema_ is not None and given.type != "json_object":
+        raise invalid("response_format.schema", "response_format.schema goes with the type json_object")
     if given is not None and given.type == "json_object":
-        wanted.append(("response_format", "json_schema", _ANY_OBJECT))
+        if given.schema_ is None or given.schema_ == "{}":
+            wanted.append(("response_format", "json_schema", _ANY_OBJECT))
+        else:
+            wanted.append(("response_format.schema", "json_schema", given.schema_))
     if given is not None and given.type == "json_schema":
         if given.json_schema is None or given.json_schema.schema_ is None:
             raise invalid(

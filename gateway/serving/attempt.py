@@ -77,16 +77,10 @@ class Deliver(NamedTuple):
     """Action: give the client new tokens."""
 
     delta: Delta
-    attempt: RequestKey
+    key: RequestKey
+    """The attempt's."""
     role: Role
     """Role of the worker that sent them."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeliverPrompt:
-    """Action: give the client more log probabilities of its prompt."""
-
-    delta: PromptDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +100,8 @@ class Broken:
         return self.assignment.refusal(self.cause)
 
 
-AttemptAction = SendToWorker | Deliver | DeliverPrompt | Broken
+AttemptAction = SendToWorker | Deliver | PromptDelta | Broken
+"""A `PromptDelta` is to be given to the client."""
 
 
 def abort(assignment: Assignment, choice: int | None = None) -> SendToWorker:
@@ -226,7 +221,7 @@ class Attempt:
             "suspicion": self.suspicion,
         }
         report = None if self.report.complete else generation.prompt_logprobs
-        source = self.moving or self.prefill
+        source = self.source
         decode = Decode(
             **work,
             handles=self.decode.handles,
@@ -292,7 +287,7 @@ class Attempt:
         assignment.lost = True
         if self._can_miss(assignment):
             return []
-        message = f"the {assignment.role} worker at {assignment.life.address} was lost: {why}"
+        message = f"the {assignment.role} worker was lost: {why}"
         return [Broken(assignment, Cause.WORKER_LOST, message, (assignment,))]
 
     def unread_source(self, assignment: Assignment, cause: Cause) -> Assignment | None:
@@ -380,8 +375,7 @@ class Attempt:
         if skip < 0:
             return [self._without_prompt(assignment)]
         report.next_position = end
-        delta = PromptDelta(scores=message.scores.part(skip))
-        actions: list[AttemptAction] = [DeliverPrompt(delta)]
+        actions: list[AttemptAction] = [PromptDelta(scores=message.scores.part(skip))]
         if report.complete and self.decode_has_spoken:
             actions += self._ask_for_missing(again=True)
         return actions

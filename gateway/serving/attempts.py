@@ -11,6 +11,13 @@ class Attempts(list[Attempt]):
     """Attempts under way, in the order in which they began. Usually there is one. A second one may pull a choice from
     a draining worker, whose attempt is then its source; choices that have parted have attempts of their own."""
 
+    @property
+    def whereabouts(self) -> str:
+        """Where the request is, for the client: without addresses."""
+        if not self:
+            return "it waits for workers"
+        return f"a {'prefill and a ' if any(attempt.prefill for attempt in self) else ''}decode worker had it"
+
     def find(self, key: RequestKey, address: str) -> tuple[Attempt, Assignment] | None:
         """The attempt, and its assignment at this address, that messages under `key` belong to; None if there is
         none."""

@@ -42,7 +42,6 @@ from gateway.serving.attempt import (
     AttemptAction,
     Broken,
     Deliver,
-    DeliverPrompt,
     SendToWorker,
     Tally,
     abort,
@@ -51,7 +50,7 @@ from gateway.serving.attempts import Attempts
 from gateway.serving.blame import count_crash, count_failure, note_refusal
 from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, Fail, FlowAction, Unwanted, Want
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Generation, PromptDelta
 from gateway.serving.suspicion import Crash, Share
 from gateway.serving.wants import Wants
 from gateway.workers.worker_life import WorkerLife
@@ -76,6 +75,9 @@ class Flow:
     generation: Generation
     state: FlowState = FlowState.RUNNING
     story: list[str] = field(default_factory=list)
+    """For logs: it names addresses."""
+    failure: str = ""
+    """The last failure of a worker, for the client: without its address."""
     tally: Tally = field(default_factory=Tally)
     attempts: Attempts = field(default_factory=Attempts)
     """Attempts under way."""
@@ -185,9 +187,8 @@ class Flow:
             return []
         actions: list[FlowAction] = []
         if assignment.role is Role.PREFILL and not isinstance(message, PromptLogprobs):
-            actions += self._over(
-                assignment
-            )  # the first message ends its work: the prompt is computed, or never will be
+            # The first message ends its work: the prompt is computed, or never will be.
+            actions += self._over(assignment)
         actions += self._do(attempt, attempt.on_message(assignment, message))
         if isinstance(message, (Cut, Moved)) and self.running and attempt in self.attempts:
             actions += self._cut(attempt, self.choices[message.choice])
@@ -255,7 +256,7 @@ class Flow:
                     done.append(action)
                 case Deliver():
                     done += [action, *self._progress(attempt, self.choices[action.delta.choice], action.role)]
-                case DeliverPrompt():
+                case PromptDelta():
                     self._let_in()
                     done.append(action)
                 case Broken():
@@ -295,7 +296,7 @@ class Flow:
 
     def _broken(self, attempt: Attempt, broken: Broken, share: Share) -> list[FlowAction]:
         """An attempt has failed: want workers for the choices that it was to generate."""
-        self.story.append(f"{broken.cause}: {broken.message}")
+        self._note(broken.assignment, broken.cause, broken.message)
         if attempt.moving is not None and not attempt.decode_has_spoken and broken.cause not in _MAY_PASS:
             for choice in attempt.unfinished:
                 choice.bad_sinks.add(attempt.decode.life)
@@ -336,9 +337,14 @@ class Flow:
         self._let_in()
         return count_failure(wanting, held, broken, share)
 
+    def _note(self, assignment: Assignment, cause: Cause, message: str) -> None:
+        """Note a failure at the worker of an assignment."""
+        self.failure = f"{cause}: {message}"
+        self.story.append(f"{cause} at {assignment.life.address}: {message}")
+
     def _offer_failed(self, want: Want, broken: Broken) -> list[FlowAction]:
         """The worker whose offer stood has none: want new workers for the unfinished choices."""
-        self.story.append(f"{broken.cause}: {broken.message}")
+        self._note(broken.assignment, broken.cause, broken.message)
         end = self._count_failure(want.choices, want.choices, want.choices, broken, Share.NONE)
         return self._without_offer(want, broken.cause) if end is None else self.fail(end.cause, end.message)
 
@@ -346,8 +352,8 @@ class Flow:
         """The worker is lost whose offer stood. That is no failure of an attempt. If it has crashed while it computed
         the prompt, that is suspected."""
         self._let_in()
-        message = f"the {offer.role} worker at {offer.life.address} was lost: {why}"
-        self.story.append(f"{Cause.WORKER_LOST}: {message}")
+        message = f"the {offer.role} worker was lost: {why}"
+        self._note(offer, Cause.WORKER_LOST, message)
         share = Share.NONE if crash is None or offer.over else crash.share_of(offer.key, offer.given_at)
         end = count_crash(want.choices, want.choices, message, share)
         return self._without_offer(want, Cause.WORKER_LOST) if end is None else self.fail(end.cause, end.message)

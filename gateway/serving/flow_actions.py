@@ -8,9 +8,9 @@ from typing import NamedTuple, Self
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
-from gateway.serving.attempt import Assignment, Attempt, Deliver, DeliverPrompt, SendToWorker
+from gateway.serving.attempt import Assignment, Attempt, Deliver, SendToWorker
 from gateway.serving.choice import Choice
-from gateway.serving.generation import Generation
+from gateway.serving.generation import Generation, PromptDelta
 from gateway.workers.worker_life import WorkerLife
 
 FIRST_DELAY_S = 0.05
@@ -101,4 +101,4 @@ class Fail:
     message: str
 
 
-FlowAction = SendToWorker | Deliver | DeliverPrompt | Want | Unwanted | AttemptBegan | AssignmentOver | Done | Fail
+FlowAction = SendToWorker | Deliver | PromptDelta | Want | Unwanted | AttemptBegan | AssignmentOver | Done | Fail

@@ -20,11 +20,11 @@ from gateway.serving.waterfall import Waterfall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a request is not admitted."""
+    """Why a request is not accepted."""
 
     message: str
     retry_after_s: int
-    """Seconds after which it may be admitted."""
+    """Seconds after which it may be accepted."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Admittance:
 
     decided: bool = False
     refusal: Refusal | None = None
-    """Why it was not admitted; None if it was, or is not decided."""
+    """Why it was not accepted; None if it was, or is not decided."""
     taken: bool = False
     """Whether the client has got something of a prompt. If so, no worker refuses those that begin later for its queue's
     length, and they wait until one takes them."""

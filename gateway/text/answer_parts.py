@@ -26,7 +26,8 @@ class AnswerPlan:
     """The parts to look for in the choices of one request."""
 
     decoder: TokenDecoder
-    """Decoder that also gives the text of the special tokens by which parts are recognised."""
+    """Decoder that also gives the text of the special tokens by which parts are recognised, or that are stop
+    strings."""
     calls: type[CallParser] | None
     names: frozenset[str]
     """Names of the functions that may be called."""

@@ -106,14 +106,16 @@ class ChoiceText:
     ) -> None:
         """The text begins with `echo`. It continues the text of the tokens `continues`, if there are any. Stop strings
         are not looked for in `echo`, and one that is complete within the text of the first `min_tokens` tokens does not
-        count. The token by which a worker ends the choice is no text; `eos_token_id` is the one that is no stop reason.
-        `num_before` characters of the choice precede `echo` and are emitted elsewhere."""
+        count; the decoder's `stop_specials` are no text among these tokens. The token by which a worker ends the choice
+        is no text; `eos_token_id` is the one that is no stop reason. `num_before` characters of the choice precede
+        `echo` and are emitted elsewhere."""
         self.choice: Final = choice
         self.ended = False
         """Whether the last piece has been returned; further deltas are to be ignored."""
         self.offsets: Sequence[int] = ()
         """For each token of the last piece: characters of the text before it, `echo` not counted."""
         self._detokenizer = Detokenizer(tokenizer, continues)
+        self._stop_specials = tokenizer.stop_specials
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._echo = echo
@@ -140,6 +142,8 @@ class ChoiceText:
             self._num_tokens += 1
             if delta.finish_reason == "stop" and not left:
                 break
+            if self._num_tokens <= self._min_tokens and token_id in self._stop_specials:
+                continue
             stop = self._pass_on(self._detokenizer.push(token_id), texts)
             if stop is not None:
                 break

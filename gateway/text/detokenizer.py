@@ -16,7 +16,7 @@ and raises on sequences that a model may well generate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 _UNSETTLED = "�"
@@ -29,7 +29,13 @@ _CHARACTER_TOKENS = 4
 
 
 class TokenDecoder(Protocol):
-    """The part of the tokenizer that this module needs."""
+    """The part of the tokenizer that makes text of a choice's tokens."""
+
+    @property
+    def stop_specials(self) -> Collection[int]:
+        """Special tokens that have text only because they are stop strings, and are left out where none may end the
+        choice."""
+        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, without special tokens."""

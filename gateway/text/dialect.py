@@ -93,15 +93,17 @@ class Dialect:
         include_reasoning: bool = True,
         formatted: bool = False,
         continued: str = "",
+        stops: Collection[str] = (),
     ) -> AnswerPlan | None:
         """The parts to look for in answers to `prompt` that may call the functions `names`; None if there are none.
-        `formatted`: the answers follow a grammar. `continued` is as in `opens_reasoning`."""
+        `formatted`: the answers follow a grammar. `continued` is as in `opens_reasoning`. `stops` are the stop
+        strings."""
         new_calls = PARSERS[self.tool_format] if names and self.tool_format is not None else None
         if new_calls is None and not self.reasons:
             return None
         markers = (*(_THINKING if self.reasons else ()), *(new_calls.markers if new_calls else ()))
         return AnswerPlan(
-            decoder=self.tokenizer.spelling_out(markers),
+            decoder=self.tokenizer.spelling_out(markers, stops),
             calls=new_calls,
             names=frozenset(names),
             most_calls=1 if new_calls is not None and (one_call or self.takes_one_call) else None,

@@ -15,7 +15,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -107,6 +107,8 @@ class ModelTokenizer:
         self._added = {token.content: index for index, token in added.items()}
         special = {index for index, token in added.items() if token.special}
         self._with_text = frozenset(vocabulary.values()) - special
+        self.stop_specials: Collection[int] = ()
+        """Special tokens that have text only because they are stop strings: none."""
         self._rendering_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._marker = Marker([token.content for token in added.values() if token.special])
         self._marking: Any = None
@@ -186,8 +188,8 @@ class ModelTokenizer:
         return text
 
     async def encode_rendered(self, text: str, at_most: int | None = None) -> list[int]:
-        """The tokens of a conversation that `render_chat` has rendered. No special tokens are added to the template's
-        own; those that clients spell are text.
+        """The tokens of a text without special tokens of the tokenizer's own: of a conversation that `render_chat` has
+        rendered, in which those that clients spell are text, or of a client's prompt that brings its own.
 
         Raises as `encode` does.
         """
@@ -228,10 +230,10 @@ class ModelTokenizer:
 
         return await asyncio.get_running_loop().run_in_executor(self.threads, decode)
 
-    def spelling_out(self, markers: Iterable[str]) -> TokenDecoder:
-        """A decoder that also gives the text of those `markers` that are special tokens."""
-        marked = {self._added[marker] for marker in markers if marker in self._added} - self._with_text
-        return _SpellingOut(self, frozenset(marked)) if marked else self
+    def spelling_out(self, markers: Iterable[str], stops: Iterable[str] = ()) -> TokenDecoder:
+        """A decoder that also gives the text of those `markers` and stop strings that are special tokens."""
+        marked, stopping = self._special(markers), self._special(stops)
+        return _SpellingOut(self, marked | stopping, stopping - marked) if marked or stopping else self
 
     def spelling_all(self) -> TokenDecoder:
         """A decoder that also gives the text of every special token."""
@@ -274,6 +276,10 @@ class ModelTokenizer:
         if known is None:
             known = self._spellings[token_id] = self._spell(token_id)
         return known
+
+    def _special(self, spellings: Iterable[str]) -> frozenset[int]:
+        """The special tokens among texts."""
+        return frozenset(self._added[each] for each in spellings if each in self._added) - self._with_text
 
     async def _encode(self, text: str, at_most: int | None, *, add_special_tokens: bool) -> list[int]:
         marked = self._marker.mark in text
@@ -347,9 +353,12 @@ class ModelTokenizer:
 class _SpellingOut:
     """A decoder that also gives the text of some special tokens."""
 
-    def __init__(self, tokenizer: ModelTokenizer, marked: frozenset[int]) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, marked: frozenset[int], stop_specials: frozenset[int]) -> None:
+        """`marked` are the tokens, among them `stop_specials`."""
         self._tokenizer = tokenizer
         self._marked = marked
+        self.stop_specials: Collection[int] = stop_specials
+        """As in `TokenDecoder`."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, for each of which `has_text` must hold."""

@@ -15,7 +15,7 @@ _HEADERS = {
 }
 
 _FEW_BYTES = 2**14
-"""Fewer bytes than this may be held back, and fewer wait in the write buffer of a client that reads. It is far below
+"""Fewer bytes than this may be held back, and fewer wait in the write buffer of a client that reads. It is not above
 the size that pauses writing."""
 
 

@@ -420,7 +420,7 @@ DEADLINES = {
     "pulling": "decode worker, pulling|offered to a decode worker",
     "settling": "decode worker, settling|offered to a decode worker",
     "running": "decode worker, decoding",
-    "finishing": "ran out at the gateway; last: .*decode at",
+    "finishing": "ran out at the gateway; a prefill and a decode worker had it",
 }
 """State → what the error says. The time runs out at both workers, and the first to say so is heard: while a chunk is
 computed, the decode worker may be pulling those before it."""

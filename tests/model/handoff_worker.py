@@ -45,6 +45,7 @@ from decode_worker.step import Step
 from kv_transfer.events import (
     AddSource,
     Connect,
+    DropRead,
     DropSource,
     Poll,
     ReadEnded,
@@ -251,6 +252,7 @@ class Worker:
             scores=[TokenScores() for _ in work.slices],
             chosen=Chosen(decoded, {}),
             duration_s=0.0,
+            between_s=0.0,
         )
         self._happens(StepEnded(work, result, ()))
 
@@ -316,8 +318,8 @@ class Worker:
                     self.agents.discard(source)
                     for read in self.reads:
                         read.fenced |= read.source == source
-                case Serve() | Poll():
-                    pass
+                case Serve() | Poll() | DropRead():
+                    pass  # a read begins at once, so that none can be dropped
                 case _:
                     raise AssertionError(action)
 
@@ -382,7 +384,7 @@ class Worker:
             has_early=any(parked.until < DEADLINE for parked in table.parked._parked.values()),
             idle=core.front.idle,
             open_requests=core.front.open_requests(GATEWAY),
-            open_pulls={address: tuple(core.front.open_pulls(address)) for address in sorted(addresses)},
+            open_pulls={address: tuple(core.front.pulls.open_pulls(address)) for address in sorted(addresses)},
             sources=frozenset(pull.source.address for pull in pulls),
             left=self._left(),
         )

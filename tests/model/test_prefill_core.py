@@ -28,7 +28,7 @@ from common.worker.events import (
     StepWanted,
     Ticked,
 )
-from kv_transfer.events import Send, SourceOpened
+from kv_transfer.events import Send, SourceLost, SourceOpened
 from prefill_worker.core import PrefillCore
 from prefill_worker.view import heartbeat, metrics
 
@@ -82,7 +82,9 @@ def planned(core: PrefillCore) -> list[int]:
 def compute(core: PrefillCore, sampled: Sampled) -> list[Action]:
     """Plan a step of one slice, and end it with this outcome; what follows."""
     (step,) = (each for each in core.handle(StepWanted(None), 0.0) if isinstance(each, PlannedStep))
-    result = StepResult(outcomes=[(sampled,)], scores=[TokenScores()], chosen=Chosen([], {}), duration_s=0.01)
+    result = StepResult(
+        outcomes=[(sampled,)], scores=[TokenScores()], chosen=Chosen([], {}), duration_s=0.01, between_s=0.0
+    )
     return core.handle(StepEnded(step, result, ()), 0.0)
 
 
@@ -92,6 +94,17 @@ def test_a_prompt_whose_prefix_cannot_be_pulled_is_computed_in_the_same_step() -
     core.handle(SourceOpened("d:1", Incarnation("new"), _WELCOME), 0.0)
     core.handle(Received(GATEWAY, held_by("old")), 0.0)
     assert planned(core) == [_NUM_TOKENS]
+    assert core.prefix_pulls.ended == {"pulled": 0, "gave_up": 1}
+    core.check_invariants()
+
+
+def test_a_prompt_does_not_wait_for_a_source_that_the_one_before_could_not_reach() -> None:
+    core = prefill_core(prefix_cache=True, pull_prefixes="always")
+    core.handle(Received(GATEWAY, held_by("holder")), 0.0)
+    assert planned(core) == []
+    core.handle(SourceLost("d:1", None, Cause.WORKER_LOST, "it never answered"), 0.0)
+    core.handle(Received(GATEWAY, replace(held_by("holder"), request=RequestId("r2"))), 0.0)
+    assert planned(core) == [_NUM_TOKENS] * 2
     assert core.prefix_pulls.ended == {"pulled": 0, "gave_up": 1}
     core.check_invariants()
 

@@ -34,9 +34,8 @@ from common.contract.sampling import SamplingParams
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Pulse
 from common.scheduling.trials import TrialFeed, Trials
+from gateway.dispatch.ask import Ask as RouterAsk
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.router import Ask as RouterAsk
-from gateway.dispatch.router import Caution
 from gateway.serving.generation import Delta, Generation, GenerationFailed
 from gateway.workers.registry import Registry
 
@@ -836,7 +835,7 @@ class World:
             return
         placement: Any = self.gateway.placement
         for want, request in placement.waiting._requests.items():
-            takers = placement._router.takers(RouterAsk.of(want), Caution.of(want, request.fingerprint))
+            takers = placement._router.takers(RouterAsk.of(want, fingerprint=request.fingerprint))
             assert not want.admitted or not len(takers), f"{request.flow.story} could go on"
 
     def check(self) -> None:

@@ -463,6 +463,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.table.num_blocks == sum(len(held.blocks) for held in self.held.values())
         assert self.table.num_readers == len(self.reading)
         assert self.table.num_lent == sum(held.lent for held in self.held.values())
+        assert self.table.num_lent_blocks == sum(len(held.blocks) for held in self.held.values() if held.lent)
         if len(self.table.parked) == 0:
             assert next_expiry(self.table) == min((held.expiry for held in self.held.values()), default=math.inf)
 

@@ -16,7 +16,8 @@ from common.contract.ids import Incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages.session import Heartbeat, Phase, Profile, Role, Welcome
 from common.contract.tiers import Target, Tier
-from gateway.dispatch.router import Ask, Caution, Router
+from gateway.dispatch.ask import Ask
+from gateway.dispatch.router import Router
 from gateway.workers.discovery import Endpoint
 from gateway.workers.load_table import LoadTable
 from gateway.workers.registry import Registry
@@ -182,7 +183,7 @@ class RoutingMachine(RuleBasedStateMachine):
             fewest = min(each.in_flight for each in self.registry.workers.values() if each.role is Role.DECODE)
             times = 2 * fewest + more - worker.in_flight
             self.give(address=address, tier=tier, num_tokens=0, num_sequences=0, num_blocks=0, times=times)
-            self.compare(Ask(num_tokens=1001, tier=tier, now=self.now), {worker.life: 992}, Caution())
+            self.compare(Ask(num_tokens=1001, tier=tier, now=self.now), {worker.life: 992})
 
     @rule(data=st.data(), confirmed=st.booleans())
     def leave(self, data: st.DataObject, confirmed: bool) -> None:
@@ -232,8 +233,8 @@ class RoutingMachine(RuleBasedStateMachine):
             if reader is not None:
                 self.router.paths.failed(unread.life, reader.life, self.now)
         ask = ask._replace(now=self.now)
-        self.compare(ask, {}, Caution())
-        self.compare_rebind(unread.life, ask, {}, Caution())
+        self.compare(ask, {})
+        self.compare_rebind(unread.life, ask, {})
 
     @rule(seconds=st.sampled_from((0.01, 0.1, 0.3, 0.6, 2.0, 11.0)))
     def wait(self, seconds: float) -> None:
@@ -252,28 +253,26 @@ class RoutingMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), ask=asks, fingerprint=st.sampled_from((None, None, OLD, NEW)), admitted=st.booleans())
     def choose(self, data: st.DataObject, ask: Ask, fingerprint: Fingerprint | None, admitted: bool) -> None:
-        ask = ask._replace(now=self.now)
-        caution = Caution(fingerprint=fingerprint, admitted=admitted)
+        ask = ask._replace(now=self.now, fingerprint=fingerprint, admitted=admitted)
         if data.draw(st.booleans()):
             avoid, beside, too_small = (self.some_lives(data) for _ in range(3))
-            caution = caution._replace(avoid=avoid, beside=beside, too_small=too_small)
+            ask = ask._replace(avoid=avoid, beside=beside, too_small=too_small)
         held = st.sampled_from([num for num in (16, 32, 96, 992) if num < ask.num_tokens] or [0])
         cached = {life: data.draw(held) for life in sorted(self.some_lives(data), key=str)}
-        self.compare(ask, cached, caution)
-        self.compare_rebind(data.draw(st.sampled_from(self.lives())), ask, cached, caution)
+        self.compare(ask, cached)
+        self.compare_rebind(data.draw(st.sampled_from(self.lives())), ask, cached)
 
-    def compare_rebind(self, source: WorkerLife, ask: Ask, cached: dict[WorkerLife, int], caution: Caution) -> None:
+    def compare_rebind(self, source: WorkerLife, ask: Ask, cached: dict[WorkerLife, int]) -> None:
         """Choose a decode worker for an offer of `source`, in both ways."""
-        expected = full_scan.rebind(source, self.registry, ask, cached, caution, self.router.paths, TARGETS)
-        assert self.router.rebind(source, ask, cached, caution) == expected
+        expected = full_scan.rebind(source, self.registry, ask, cached, self.router.paths, TARGETS)
+        assert self.router.rebind(source, ask, cached) == expected
 
-    def compare(self, ask: Ask, cached: dict[WorkerLife, int], caution: Caution) -> None:
+    def compare(self, ask: Ask, cached: dict[WorkerLife, int]) -> None:
         """Choose, in both ways."""
         expected = full_scan.choose(
             self.registry,
             ask,
             cached,
-            caution,
             self.router.paths,
             local_prefill_tokens=self.local_prefill_tokens,
             turn=None if self.turn is None else self.turn + 1,
@@ -281,15 +280,15 @@ class RoutingMachine(RuleBasedStateMachine):
         )
         if self.turn is not None and expected is not None:
             self.turn += 1
-        assert self.router.choose(ask, cached, caution) == expected
+        assert self.router.choose(ask, cached) == expected
 
-        takers = self.router.takers(ask, caution)
-        could = full_scan.able(caution, full_scan.usable(self.registry, Role.DECODE), ask)
+        takers = self.router.takers(ask)
+        could = full_scan.able(ask, full_scan.usable(self.registry, Role.DECODE))
         assert self.registry.table.views(takers) == could
         if could:
             assert self.router.taker(takers, ask, cached) is full_scan.taker(could, ask, cached, TARGETS)
         assert self.router.has_room(ask, takers) == full_scan.has_room(could, ask)
-        assert self.router.hope(ask, caution) == full_scan.hope(self.registry, ask, caution)
+        assert self.router.hope(ask) == full_scan.hope(self.registry, ask)
 
     @rule()
     def look(self) -> None:

@@ -13,8 +13,9 @@ from flow_run import life
 from common.contract.errors import Cause
 from common.contract.messages.gateway import Decode
 from common.contract.messages.session import Profile
+from gateway.dispatch.ask import Ask
 from gateway.dispatch.broken_paths import BrokenPaths
-from gateway.dispatch.router import Ask, Handoff, Router
+from gateway.dispatch.router import Handoff, Router
 from gateway.workers.registry import Registry
 
 

@@ -13,8 +13,9 @@ from flow_run import Run, life
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.session import Phase, Role
 from common.contract.tiers import Tier
+from gateway.dispatch.ask import Ask
 from gateway.dispatch.leaving import Leaving
-from gateway.dispatch.router import Ask, Caution, Handoff, Local, LocalPrefill, Rebind, Route, Router
+from gateway.dispatch.router import Handoff, Local, LocalPrefill, Rebind, Route, Router
 from gateway.serving.choice import Choice
 from gateway.serving.flow_actions import Want
 from gateway.workers.registry import Registry
@@ -37,14 +38,13 @@ class Pool:
     def route(self, **wanted: Any) -> Route | None:
         """The route of a request."""
         want = self.want(**wanted)
-        ask, caution = Ask.of(want), Caution.of(want)
         if want.offer is None:
-            return self.router.choose(ask, {}, caution)
-        return self.router.rebind(want.offer.life, ask, {}, caution)
+            return self.router.choose(Ask.of(want), {})
+        return self.router.rebind(want.offer.life, Ask.of(want), {})
 
     def hope(self, want: Want, fingerprint: Fingerprint | None = None) -> bool:
         """Whether somebody may take it, now or later."""
-        return self.router.hope(Ask.of(want), Caution.of(want, fingerprint))
+        return self.router.hope(Ask.of(want, fingerprint=fingerprint))
 
     def choose(self, **wanted: Any) -> tuple[str, ...] | None:
         """Where a request would go."""
@@ -131,11 +131,11 @@ def test_without_a_decode_worker_everybody_waits() -> None:
     assert pool.choose(offer=True) is None
 
 
-def test_no_caution_changes_nothing() -> None:
+def test_no_restriction_changes_nothing() -> None:
     registry = Pool().registry
     ask, prefill, decode = Ask(num_tokens=3), registry.usable_rows(Role.PREFILL), registry.usable_rows(Role.DECODE)
-    assert Caution().decode(registry.table, decode, ask).tolist() == decode.tolist() == [2, 3, 4]
-    assert Caution().prefill(registry.table, prefill, ask).tolist() == prefill.tolist() == [0, 1]
+    assert ask.decode_rows(registry.table, decode).tolist() == decode.tolist() == [2, 3, 4]
+    assert ask.prefill_rows(registry.table, prefill).tolist() == prefill.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_there_is_hope_as_long_as_somebody_is_there_who_can_hold_it() -> None:
     want = pool.want(too_small=(D, D3), most_tokens=150)
     assert pool.hope(want)
     pool.registry.declined(D2)
-    assert len(pool.router.takers(Ask.of(want), Caution.of(want))) == 0
+    assert len(pool.router.takers(Ask.of(want))) == 0
     assert pool.hope(want), "it may serve again"
-    assert pool.router.all_too_small(Ask.of(want), Caution.of(want))
+    assert pool.router.all_too_small(Ask.of(want))
     pool.registry.lost(D2)
     assert not pool.hope(want)
 

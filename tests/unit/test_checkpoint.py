@@ -187,16 +187,33 @@ def test_a_revision_of_a_hub_id_is_what_is_downloaded(tmp_path: Path, monkeypatc
     assert is_hub_id("owner/name")
 
 
-def resolve_elsewhere(hub: ModelHub, cache: Path, *, weights: bool, offline: bool = False) -> Path:
-    """The folder of the hub's model in a process that downloads into `cache`."""
+def resolving(hub: ModelHub, cache: Path, *, weights: bool, offline: bool = False) -> subprocess.CompletedProcess[str]:
+    """A process that has looked for the hub's model, and downloads into `cache`."""
     program = f"""
 from common.runtime.checkpoint import resolve_model
 print(resolve_model({HUB_ID!r}, weights={weights}))
 """
     variables = os.environ | hub.variables(cache) | ({"HF_HUB_OFFLINE": "1"} if offline else {})
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@pytest.mark.processes
+def test_a_model_that_the_hub_refuses_is_told_of_with_the_reason(tmp_path: Path, folder: Path) -> None:
+    """The client puts the reason behind an empty line."""
+    with model_hub({"1" * 40: folder}, "1" * 40) as hub:
+        hub.refusal = {"X-Error-Code": "GatedRepo", "X-Request-Id": "Root=1-2-3"}
+        done = resolving(hub, tmp_path / "cache", weights=False)
+    said = done.stderr.rstrip().splitlines()[-1]
+    assert "OperatorError" in said
+    assert HUB_ID in said
+    assert "gated" in said
+
+
+def resolve_elsewhere(hub: ModelHub, cache: Path, *, weights: bool, offline: bool = False) -> Path:
+    """The folder of the hub's model in a process that downloads into `cache`."""
+    done = resolving(hub, cache, weights=weights, offline=offline)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 

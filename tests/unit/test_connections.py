@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import ssl
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import trustme
 import uvloop
 from aiohttp import web
 from gateway_fixtures import COMPLETION, COMPLETIONS_PATH, ScriptedGenerator, Server, assert_error, serve, settings
 
 from gateway.access.connections import ConnectionBounds, Listener, allow_connections
+from gateway.api_settings import ApiSettings
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 TIMEOUT_S = 30.0
@@ -55,9 +58,26 @@ def _head(content_length: int) -> bytes:
     return f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {content_length}\r\n\r\n".encode()
 
 
+@functools.cache
+def _tls() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """What a server presents, and what its clients trust."""
+    authority = trustme.CA()
+    presented, trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority.issue_cert("127.0.0.1").configure_cert(presented)
+    authority.configure_trust(trusted)
+    return presented, trusted
+
+
+over_both = pytest.mark.parametrize("over_tls", [False, True], ids=["http", "https"])
+
+
+def _port(server: Server) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
 async def _open(server: Server, client: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    port = int(server.url.rpartition(":")[2])
-    return await asyncio.open_connection("127.0.0.1", port, local_addr=(client, 0))
+    trusted = _tls()[1] if server.url.startswith("https") else None
+    return await asyncio.open_connection("127.0.0.1", _port(server), local_addr=(client, 0), ssl=trusted)
 
 
 async def _answer(reader: asyncio.StreamReader, timeout_s: float = TIMEOUT_S) -> tuple[int, dict[str, str], Any]:
@@ -473,62 +493,115 @@ async def test_an_expectation_that_is_not_known() -> None:
         writer.close()
 
 
-@contextmanager
-def _small_client(server: Server) -> Iterator[socket.socket]:
-    """A client that holds little of what it has not read."""
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        client.setblocking(False)
-        yield client
+class SmallClient:
+    """A client that holds little of what it has not read; over TLS if it is told whom to trust."""
+
+    def __init__(self, port: int, trusted: ssl.SSLContext | None = None) -> None:
+        self.answer = b""
+        """All that it has read."""
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.connect(("127.0.0.1", port))
+        self._socket.setblocking(False)
+        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = None
+        if trusted is not None:
+            self._tls = trusted.wrap_bio(self._arrived, self._leaving, server_hostname="127.0.0.1")
+
+    def __enter__(self) -> SmallClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    async def send(self, data: bytes) -> None:
+        if self._tls is None:
+            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+            return
+        while True:
+            with suppress(ssl.SSLWantReadError):
+                self._tls.do_handshake()
+                break
+            await self._flush()
+            await self._receive(2**14)
+        self._tls.write(data)
+        await self._flush()
+
+    async def read(self, num_bytes: int) -> bool:
+        """Read up to so many bytes of the connection, as soon as there are any. False at its end."""
+        part = await self._receive(num_bytes)
+        if self._tls is None:
+            self.answer += part
+        elif part:
+            with suppress(ssl.SSLWantReadError):
+                while text := self._tls.read(2**16):
+                    self.answer += text
+                self._tls.unwrap()
+                await self._flush()  # the answer to the end of TLS
+        return bool(part)
+
+    async def _receive(self, num_bytes: int) -> bytes:
+        part = await asyncio.get_running_loop().sock_recv(self._socket, num_bytes)
+        self._arrived.write(part)
+        return part
+
+    async def _flush(self) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, self._leaving.read())
+
+
+def _small_client(server: Server) -> SmallClient:
+    return SmallClient(_port(server), _tls()[1] if server.url.startswith("https") else None)
 
 
 def _talkative() -> ScriptedGenerator:
     return ScriptedGenerator(text="hello " * 100, tokens_per_delta=100)
 
 
+def _slow(bounds: ConnectionBounds, over_tls: bool, api_settings: ApiSettings | None = None) -> Any:
+    """A server of long answers that the kernel takes little of."""
+    tls = _tls()[0] if over_tls else None
+    return serve(_talkative(), api_settings, bounds=bounds, tls=tls, send_buffer_bytes=4096)
+
+
+@over_both
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_nobody_reads(stream: bool) -> None:
-    bounds = ConnectionBounds(stall_timeout_s=60)
-    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+async def test_an_answer_that_nobody_reads(stream: bool, over_tls: bool) -> None:
+    async with _slow(ConnectionBounds(stall_timeout_s=60), over_tls) as server:
         body = json.dumps(LARGE | {"stream": stream}).encode()
         with _small_client(server) as client, Time() as time:
-            await asyncio.get_running_loop().sock_sendall(client, _head(len(body)) + body)
-            while not _refused(server, "stalled"):
+            await client.send(_head(len(body)) + body)
+            while not _refused(server, "stalled") and time.now - time.start < 600:
                 await time.advance(1)
             assert time.now - time.start >= 60
+            assert _refused(server, "stalled") == 1
             await _until_open(server, 0)
 
 
+@over_both
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_slow_reader_gets_its_answer(stream: bool) -> None:
-    bounds = ConnectionBounds(stall_timeout_s=60, reading_timeout_s=10_000)
-    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+async def test_a_slow_reader_gets_its_answer(stream: bool, over_tls: bool) -> None:
+    async with _slow(ConnectionBounds(stall_timeout_s=60, reading_timeout_s=10_000), over_tls) as server:
         body = json.dumps(LARGE | {"stream": stream}).encode()
         with _small_client(server) as client, Time() as time:
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(client, _head(len(body)) + body)
-            answer = b""
-            while not answer.endswith(b"\r\n0\r\n\r\n" if stream else b"}"):
-                part = await loop.sock_recv(client, 2**14)
-                assert part, "cut off"
-                answer += part
+            await client.send(_head(len(body)) + body)
+            while not client.answer.endswith(b"\r\n0\r\n\r\n" if stream else b"}"):
+                assert await client.read(2**14), "cut off"
                 await time.advance(50)
-        assert len(answer) > 2**17
+        assert len(client.answer) > 2**17
         assert time.now - time.start > 120
         assert _refused(server, "stalled") == 0
 
 
-async def test_a_whole_answer_is_not_kept_for_ever() -> None:
-    """Its client reads enough not to stall."""
-    bounds = ConnectionBounds(stall_timeout_s=60, reading_timeout_s=120)
-    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
-        body = json.dumps(LARGE).encode()
+@over_both
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_not_kept_for_ever(stream: bool, over_tls: bool) -> None:
+    """Its client reads enough not to stall. A stream may take a day, but does not wait so long."""
+    async with _slow(ConnectionBounds(stall_timeout_s=60, reading_timeout_s=120), over_tls) as server:
+        body = json.dumps(LARGE | {"prompt": ["hello"] * 64, "stream": stream}).encode()
         with _small_client(server) as client, Time() as time:
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(client, _head(len(body)) + body)
+            await client.send(_head(len(body)) + body)
             with suppress(ConnectionResetError):
-                while await loop.sock_recv(client, 2**13):
+                while await client.read(2**12):
                     await time.advance(20)
             assert 120 <= time.now - time.start < 200
         assert (_refused(server, "slow_reader"), _refused(server, "stalled")) == (1, 0)
@@ -551,16 +624,15 @@ async def test_a_stream_that_is_read_too_slowly_ends_soon_after_its_budget(finis
     async with serve(generator, settings(request_budget_s=200), bounds=bounds, send_buffer_bytes=4096) as server:
         body = json.dumps(LARGE | {"prompt": ["hello"] * (8 if finished else 64), "stream": True}).encode()
         with _small_client(server) as client, Time() as time:
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(client, _head(len(body)) + body)
+            await client.send(_head(len(body)) + body)
             while time.now - time.start < 220:
-                assert await loop.sock_recv(client, 2**14)
+                assert await client.read(2**14)
                 await time.advance(20)
             assert _gauge(server, "requests_in_flight") == 1
             assert (generator.num_open == 0) == finished
             assert (_refused(server, "slow_reader"), _refused(server, "stalled")) == (0, 0)
             with suppress(ConnectionResetError):
-                while _gauge(server, "requests_in_flight") and await loop.sock_recv(client, 2**14):
+                while _gauge(server, "requests_in_flight") and await client.read(2**14):
                     await time.advance(20)
             assert time.now - time.start < 290
             assert _gauge(server, "requests_in_flight") == _gauge(server, "connections") == 0
@@ -598,12 +670,12 @@ async def _until_answered(server: Server) -> None:
     raise TimeoutError("no answer")
 
 
+@over_both
 @pytest.mark.parametrize("connection", ["keep-alive", "close"])
-async def test_an_end_of_an_answer_that_nobody_reads(connection: str) -> None:
-    bounds = ConnectionBounds(idle_timeout_s=75, stall_timeout_s=60)
-    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+async def test_an_end_of_an_answer_that_nobody_reads(connection: str, over_tls: bool) -> None:
+    async with _slow(ConnectionBounds(idle_timeout_s=75, stall_timeout_s=60), over_tls) as server:
         with _small_client(server) as client, Time() as time:
-            await asyncio.get_running_loop().sock_sendall(client, _short(connection))
+            await client.send(_short(connection))
             await _until_answered(server)
             await time.advance(59)
             assert _gauge(server, "connections") == 1
@@ -613,30 +685,46 @@ async def test_an_end_of_an_answer_that_nobody_reads(connection: str) -> None:
             assert _refused(server, "stalled") == 1
 
 
+@over_both
 @pytest.mark.parametrize("connection", ["keep-alive", "close"])
-async def test_an_end_of_an_answer_that_is_read_slowly(connection: str) -> None:
-    bounds = ConnectionBounds(idle_timeout_s=75, stall_timeout_s=60)
-    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+async def test_an_end_of_an_answer_that_is_read_slowly(connection: str, over_tls: bool) -> None:
+    async with _slow(ConnectionBounds(idle_timeout_s=75, stall_timeout_s=60), over_tls) as server:
         with _small_client(server) as client, Time() as time:
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(client, _short(connection))
+            await client.send(_short(connection))
             await _until_answered(server)
-            answer = b""
-            while part := await loop.sock_recv(client, 2**13):
-                answer += part
+            while await client.read(2**13):
                 await time.advance(50)
-        assert answer.endswith(b"}")
-        assert len(answer) < 2**16
+        assert client.answer.endswith(b"}")
+        assert len(client.answer) < 2**16
         assert time.now - time.start > 150
         assert _refused(server, "stalled") == 0
 
 
+@over_both
+async def test_an_idle_connection_gives_way_before_one_whose_answer_is_unread(over_tls: bool) -> None:
+    async with _slow(ConnectionBounds(max_connections=2), over_tls) as server:
+        with _small_client(server) as deaf:
+            await deaf.send(_short("keep-alive"))
+            await _until_answered(server)
+            idle, one = await _open(server, "127.0.0.2")
+            one.write(HEALTH)
+            assert (await _answer(idle))[0] == 200
+            await _settle()
+            reader, writer = await _open(server, "127.0.0.3")
+            writer.write(HEALTH)
+            assert (await _answer(reader))[0] == 200
+            assert await _end(idle) == b""
+            while not deaf.answer.endswith(b"}"):
+                assert await deaf.read(2**14), "cut off"
+            for each in (one, writer):
+                each.close()
+        assert _refused(server, "crowded_out") == 1
+
+
 async def test_who_is_crowded_out_keeps_no_descriptor_for_what_is_unread() -> None:
-    bounds = ConnectionBounds(max_connections=2)
-    async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
-        loop = asyncio.get_running_loop()
+    async with _slow(ConnectionBounds(max_connections=2), False) as server:
         with _small_client(server) as deaf, Time() as time:
-            await loop.sock_sendall(deaf, _short("keep-alive"))
+            await deaf.send(_short("keep-alive"))
             await _until_answered(server)
             _, idle = await _open(server)
             await time.advance(0)
@@ -646,29 +734,75 @@ async def test_who_is_crowded_out_keeps_no_descriptor_for_what_is_unread() -> No
             assert (await _answer(reader))[0] == 200
             assert _refused(server, "crowded_out") == 1
             await time.advance(0)
-            answer = b""
             with suppress(ConnectionResetError):
-                while part := await loop.sock_recv(deaf, 2**16):
-                    answer += part
-            assert answer.startswith(b"HTTP/1.1 200")
-            assert not answer.endswith(b"}"), "the rest of the answer was kept for a client that is gone"
+                while await deaf.read(2**16):
+                    pass
+            assert deaf.answer.startswith(b"HTTP/1.1 200")
+            assert not deaf.answer.endswith(b"}"), "the rest of the answer was kept for a client that is gone"
             writer.close()
             idle.close()
 
 
-def test_an_end_of_an_answer_that_nobody_reads_on_the_loop_of_a_gateway() -> None:
+@over_both
+def test_an_end_of_an_answer_that_nobody_reads_on_the_loop_of_a_gateway(over_tls: bool) -> None:
     """The gateway runs on uvloop, whose time cannot be moved."""
 
     async def body() -> None:
-        bounds = ConnectionBounds(idle_timeout_s=0.2, stall_timeout_s=0.2)
-        async with serve(_talkative(), bounds=bounds, send_buffer_bytes=4096) as server:
+        async with _slow(ConnectionBounds(idle_timeout_s=0.2, stall_timeout_s=0.2), over_tls) as server:
             with _small_client(server) as client:
-                await asyncio.get_running_loop().sock_sendall(client, _short("keep-alive"))
+                await client.send(_short("keep-alive"))
                 await _until_answered(server)
                 await _until_open(server, 0)
             assert _refused(server, "stalled") == 1
 
     uvloop.run(body())
+
+
+@over_both
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_pauses_writing_and_nobody_reads_on_the_loop_of_a_gateway(stream: bool, over_tls: bool) -> None:
+    """If it were taken for read, the connection would be kept for the idle timeout first. (Over TLS, the first 256 KiB
+    of an answer pause nothing.)"""
+
+    async def body() -> None:
+        async with _slow(ConnectionBounds(stall_timeout_s=0.2), over_tls) as server:
+            asked = json.dumps(LARGE | {"stream": stream, "prompt": ["hello"] * 64}).encode()
+            with _small_client(server) as client:
+                await client.send(_head(len(asked)) + asked)
+                await _until_open(server, 1)
+                await _until_open(server, 0)
+            assert _refused(server, "stalled") == 1
+
+    uvloop.run(body())
+
+
+async def test_a_client_whose_machine_is_silent_is_probed() -> None:
+    """Balancers forget a connection without traffic after minutes, and Linux would probe it after two hours."""
+    found: list[int] = []
+
+    async def look(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        connection = request.transport.get_extra_info("socket")
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        found.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        found.extend(connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_get("/health", look)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    listener = Listener(runner, ConnectionBounds())
+    try:
+        await listener.bind("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(HEALTH)
+        assert (await _answer(reader))[0] == 200
+        writer.close()
+    finally:
+        await listener.close()
+        await runner.cleanup()
+    assert found == [1, 60, 15, 4]
 
 
 async def test_a_listener_that_is_closed_cuts_no_request_off() -> None:

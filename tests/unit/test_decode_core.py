@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,16 +92,16 @@ class Driven:
         return next((each for each in self.handle(StepWanted(None)) if isinstance(each, PlannedStep)), None)
 
     def step(self, took_s: float = 0.0) -> list[Action]:
-        """Plan a step, and compute it; time goes on by `took_s`, of which the engine's part is 0.01."""
+        """Plan a step, and compute it; time goes on by `took_s`, of which the engine's part is 0.01, at the end."""
         work = self.plan()
         assert work is not None
         self.now += took_s
-        return self.end(work)
+        return self.end(work, max(0.0, took_s - 0.01))
 
-    def end(self, work: PlannedStep) -> list[Action]:
-        """Compute a step; what follows from its end."""
+    def end(self, work: PlannedStep, between_s: float = 0.0) -> list[Action]:
+        """Compute a step, after a pause; what follows from its end."""
         result = self.engine.execute(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
-        return self.handle(StepEnded(work, result, ()))
+        return self.handle(StepEnded(work, replace(result, between_s=between_s), ()))
 
 
 def test_what_follows_from_a_cut_is_settled_before_the_next_plan() -> None:
@@ -199,6 +200,7 @@ def test_kv_after_which_logits_are_no_numbers_is_not_found_again(decoding: bool)
         scores=[TokenScores() for _ in work.slices],
         chosen=Chosen([0, 99], {0: bad}) if decoding else Chosen([], {}),
         duration_s=0.01,
+        between_s=0.0,
     )
     sent = driven.handle(StepEnded(work, result, ()))
     assert [each.message.cause for each in sent if isinstance(each, Send) and isinstance(each.message, Failed)] == [
@@ -242,7 +244,8 @@ def test_a_step_in_which_drafts_came_true_has_shorter_gaps() -> None:
     work = driven.plan()
     assert work is not None
     before = driven.core.totals.itl_s
-    driven.core.steps._learn(work.plan, 4, 0.02, 0.0)
+    drafted = StepResult(outcomes=[], scores=[], chosen=Chosen([], {}), duration_s=0.02, between_s=0.0)
+    driven.core.steps._learn(work.plan, 4, drafted)
     assert driven.core.totals.itl_s == pytest.approx(0.9 * before + 0.1 * 0.02 / 4)
 
 

@@ -125,6 +125,16 @@ def test_what_the_page_applies_is_there() -> None:
     assert [each for each in applied if each != "chat" and not (ROOT / each / "kustomization.yaml").is_file()] == []
 
 
+def test_commands_on_workers_reach_all_of_a_pool_and_leave_their_settings() -> None:
+    commands = [line for block in re.findall(r"```\w*\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+    assert any(" set env " in command for command in commands)
+    assert any(" logs " in command for command in commands)
+    for command in commands:
+        assert "kubectl get --raw" not in command, "of an answer other than 2xx it shows no body"
+        assert re.search(r" logs deployment/baton-(prefill|decode)", command) is None, "one pod of several"
+        assert " set env " not in command or "BATON_" not in command.partition("#")[0], command
+
+
 @pytest.mark.processes
 @needs_kubectl
 def test_the_seconds_of_the_page_are_those_of_the_manifests() -> None:

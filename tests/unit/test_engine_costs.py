@@ -28,6 +28,23 @@ def test_a_warm_up_keeps_to_the_context_of_the_model(tmp_path: Path) -> None:
     load_runner(folder, kv_cache_bytes=2**18, block_size=16).warm_up()
 
 
+def test_a_warm_up_ends_with_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts as long as the context or the cache allows, together."""
+    folder = make_checkpoint("llama", tmp_path, max_position_embeddings=40)
+    runner = load_runner(folder, kv_cache_bytes=2**18, block_size=16)
+    steps: list[list[int]] = []
+    step = runner.step
+
+    def watch(slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+        steps.append([len(each.token_ids) for each in slices])
+        return step(slices)
+
+    monkeypatch.setattr(runner, "step", watch)
+    runner.warm_up(100)
+    assert steps[-2] == [40, 40, 20], "the last one waits for the cache to be cleared"
+    assert not runner.cache.blocks.any()
+
+
 class TimedRunner:
     """A real runner on a machine of known speed: its clock stands still but for what it is asked to do."""
 
@@ -53,6 +70,7 @@ class TimedRunner:
 
     def submit(self, slices: Sequence[Slice], decodes: Decodes) -> Submitted:
         assert (len(slices), decodes.token_ids_D.size) == (0, 1)
+        assert decodes.positions_D > 0, "a token that begins a block takes the time to zero it"
         self.sizes.append(1)
         self.now += self._step_s + self._token_s + (self.delays.pop(0) if self.delays else 0.0)
         return self._runner.submit(slices, decodes)

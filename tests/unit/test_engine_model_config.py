@@ -50,7 +50,6 @@ def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None
 
 def test_llama(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA | {"torch_dtype": "bfloat16"})
-    assert config.architecture == "LlamaForCausalLM"
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (384, 64, 96)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
     assert config.rms_norm_eps == 1e-5

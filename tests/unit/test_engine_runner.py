@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from common.contract.kv_layout import Fingerprint
 from common.contract.sampling import SamplingParams
 from common.engine import native
 from common.engine.backends import backend_on
-from common.engine.batch import Sample, Sampled, SampledToken, Slice
-from common.engine.engine import Engine, device_of
+from common.engine.batch import NOTHING_DRAFTED, Sample, Sampled, SampledToken, Slice
+from common.engine.engine import Engine, Started, device_of
 from common.engine.engine_thread import EngineThread
 from common.engine.executor import Executor
 from common.engine.host_swap import Copy, HostSwap, Lane
@@ -180,7 +181,6 @@ def test_knows_its_model_and_its_cache(folder: Path) -> None:
     runner = load_runner(
         folder, kv_cache_bytes=10_000, block_size=16, progress=lambda done, total: seen.append((done, total))
     )
-    assert runner.config.architecture == "LlamaForCausalLM"
     assert runner.layout == runner.config.layout(16, "bfloat16")
     assert runner.cache.num_blocks == 10_000 // runner.layout.block_bytes == 2
     assert runner.cache.num_slots == 32
@@ -413,6 +413,41 @@ async def test_a_step_that_fails_does_not_count(engine: Engine) -> None:
     with pytest.raises(AssertionError, match="no room at 8"):
         await engine.finish(engine.submit([], swap_outs=[(0, 8)]))
     assert (engine.num_steps, engine.busy_s) == (0, 0.0)
+
+
+async def test_a_step_ends_when_a_gpu_is_done_and_not_when_the_event_loop_hears_of_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next step, which was submitted meanwhile, would seem to take less than it does."""
+    now = [1.0]
+    monkeypatch.setattr("common.engine.engine.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    ends = iter((3.0, 5.0, 7.0))
+
+    def outcomes() -> list[tuple[Sampled, ...]]:
+        now[0] = next(ends)
+        return []
+
+    submitted: Any = SimpleNamespace(done=False, outcomes=outcomes, scores=list, chosen=lambda: None)
+
+    def begun_at(begin: float) -> asyncio.Future[Started]:
+        step: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        step.set_result(Started(begin, begin, submitted, NOTHING_DRAFTED))
+        return step
+
+    run = engine._waiter.run
+
+    async def heard_late(work: Callable[[], Any]) -> Any:
+        result = await run(work)
+        now[0] = 10.0
+        return result
+
+    monkeypatch.setattr(engine._waiter, "run", heard_late)
+    assert (await engine.finish(begun_at(1.0))).duration_s == 2.0
+    second = await engine.finish(begun_at(2.0))
+    assert (second.duration_s, second.between_s) == (2.0, 0.0), "it was submitted before the first one ended"
+    third = await engine.finish(begun_at(5.5))
+    assert (third.duration_s, third.between_s) == (1.5, 0.5)
 
 
 def test_a_worker_takes_a_gpu_if_there_is_one_and_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,12 @@ def test_a_hint_goes_to_the_prefill_worker() -> None:
     assert "16 tokens" in run.flow.story[0]
 
 
+def test_clients_are_told_where_a_request_is_without_addresses() -> None:
+    assert Run().flow.attempts.whereabouts == "a prefill and a decode worker had it"
+    assert Run(local=True).flow.attempts.whereabouts == "a decode worker had it"
+    assert Run(begin=False).flow.attempts.whereabouts == "it waits for workers"
+
+
 def test_nothing_is_sent_before_workers_are_chosen() -> None:
     run = Run(begin=False)
     assert run.seen == [run.want]

@@ -12,8 +12,9 @@ from flow_run import D2, FINISHED, P2, PROMPT, START, D, P, Run, failed, of_prom
 
 from common.contract.errors import Cause
 from common.contract.messages.gateway import Decode, Prefill, Resend
-from gateway.serving.attempt import Deliver, DeliverPrompt
+from gateway.serving.attempt import Deliver
 from gateway.serving.flow import FlowState
+from gateway.serving.generation import PromptDelta
 
 ALL = list(range(1, START))
 
@@ -53,7 +54,7 @@ def test_who_computes_the_prompt_is_asked_and_told_of_at_once(run: Run) -> None:
     assert asked(run) == [2]
     for position in ALL:
         (delivered,) = run.on(computing(run), of_prompt(position))
-        assert isinstance(delivered, DeliverPrompt)
+        assert isinstance(delivered, PromptDelta)
     assert run.told() == ALL
     run.on(computing(run), tokens(START, 1))
     run.on(D, tokens(START, 1, 2, end="stop"))
@@ -230,6 +231,6 @@ def test_whatever_happens_each_position_comes_once_and_before_the_tokens(
     if run.flow.state is FlowState.DONE:
         assert run.told() == list(range(1, length))
     assert run.told() == list(range(1, 1 + len(run.told())))
-    kinds = [type(each) for each in run.seen if isinstance(each, Deliver | DeliverPrompt)]
-    assert kinds == sorted(kinds, key=[DeliverPrompt, Deliver].index)
+    kinds = [type(each) for each in run.seen if isinstance(each, Deliver | PromptDelta)]
+    assert kinds == sorted(kinds, key=[PromptDelta, Deliver].index)
     run.check_end()

@@ -282,6 +282,8 @@ async def test_sampling_reaches_the_generation() -> None:
         ("auto", Tier.STANDARD),
         ("default", Tier.STANDARD),
         ("priority", Tier.INTERACTIVE),
+        ("fast", Tier.INTERACTIVE),
+        ("scale", Tier.STANDARD),
         ("flex", Tier.BATCH),
     ],
 )
@@ -615,6 +617,44 @@ async def test_special_tokens_are_spelt_out_where_that_is_asked_for(
 @pytest.mark.parametrize("path", [COMPLETIONS_PATH, CHAT_PATH])
 @pytest.mark.parametrize("tokens_per_delta", [1, 100])
 @pytest.mark.parametrize(
+    ("stop", "goes_on", "reason", "expected"),
+    [
+        ("</s>", False, "stop", ("hel", "</s>")),
+        (["lazy", "<s>"], False, "stop", ("", "<s>")),
+        ("</s>", True, "stop", ("hello", None)),
+        ("</s>", True, "length", ("hello", "</s>")),
+    ],
+)
+async def test_a_stop_string_may_be_a_special_token(
+    path: str,
+    tokens_per_delta: int,
+    stop: str | list[str],
+    goes_on: bool,
+    reason: FinishReason,
+    expected: tuple[str, str | None],
+) -> None:
+    """It is no text, not even where the answer goes on after it because of `min_tokens`."""
+    token_ids = [BOS, *encode("hel"), EOS, *encode("lo"), EOS]
+    generator = ScriptedGenerator(token_ids=token_ids, finish_reason=reason, tokens_per_delta=tokens_per_delta)
+    body = COMPLETION | CHAT | {"max_tokens": 50, "stop": stop}
+    if goes_on:
+        body["min_tokens"] = token_ids.index(EOS) + 1
+    status, answer, _ = await post(path, body, generator)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    choices = [chunk["choices"][0] for chunk in await stream_of(generator, path, body)]
+    if path == CHAT_PATH:
+        whole = choice["message"]["content"] or ""
+        streamed = "".join(each["delta"].get("content") or "" for each in choices)
+    else:
+        whole, streamed = choice["text"], "".join(each["text"] for each in choices)
+    assert (whole, choice["stop_reason"]) == (streamed, choices[-1]["stop_reason"]) == expected
+    assert choice["finish_reason"] == choices[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS_PATH, CHAT_PATH])
+@pytest.mark.parametrize("tokens_per_delta", [1, 100])
+@pytest.mark.parametrize(
     ("last", "by_worker", "body", "expected"),
     [
         (EOS, "stop", {}, ("stop", None)),
@@ -713,6 +753,24 @@ async def test_tokenize_and_back() -> None:
         assert await post("/detokenize", {"tokens": []}) == {"prompt": ""}
         chat = await post("/tokenize", {"messages": MESSAGES})
         assert chat["tokens"] == [BOS, *encode("user: hello\nassistant:")]
+
+
+@pytest.mark.parametrize(("add", "num_added"), [(None, 1), (True, 1), (False, 0)])
+async def test_a_prompt_may_bring_its_own_special_tokens(add: bool | None, num_added: int) -> None:
+    generator = ScriptedGenerator()
+    body = {"prompt": "<s>hello", "add_special_tokens": add}
+    expected = [*[BOS] * num_added, BOS, *encode("hello")]
+    assert (await post(COMPLETIONS_PATH, body, generator))[0] == 200
+    assert generator.generations[0].token_ids == tuple(expected)
+    assert (await post("/tokenize", body))[1]["tokens"] == expected
+
+
+async def test_tokens_of_a_conversation_have_the_special_ones_of_its_template() -> None:
+    for add in (None, False):
+        _, answer, _ = await post("/tokenize", {"messages": MESSAGES, "add_special_tokens": add})
+        assert answer["tokens"] == [BOS, *encode("user: hello\nassistant:")]
+    status, answer, _ = await post("/tokenize", {"messages": MESSAGES, "add_special_tokens": True})
+    assert (status, answer["error"]["param"]) == (400, "add_special_tokens")
 
 
 async def test_probes() -> None:

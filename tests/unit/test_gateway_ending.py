@@ -28,7 +28,7 @@ from gateway_fixtures import (
     tokenizer,
 )
 from prometheus_client.metrics_core import Metric
-from test_connections import HEALTH, LARGE, Time
+from test_connections import HEALTH, LARGE, SmallClient, Time
 from test_gateway_tls import Certificate
 from waiting import eventually
 
@@ -321,35 +321,57 @@ async def test_requests_in_a_row_are_answered_and_the_last_answer_says_that_it_i
     assert b"\r\nConnection: close\r\n" in last
 
 
-async def test_a_gateway_does_not_end_before_its_last_answers_are_read() -> None:
+@pytest.mark.parametrize("over_tls", [False, True], ids=["http", "https"])
+async def test_a_gateway_does_not_end_before_its_last_answers_are_read(over_tls: bool, tmp_path: Path) -> None:
     """The kernel takes a part of this answer, and the process holds the rest."""
-    gateway = Gateway(ScriptedGenerator(text="hello " * 100, tokens_per_delta=100))
+    certificate = Certificate(tmp_path) if over_tls else None
+    gateway = Gateway(ScriptedGenerator(text="hello " * 100, tokens_per_delta=100), certificate=certificate)
     await gateway.start(send_buffer_bytes=4096)
     body = json.dumps(LARGE | {"prompt": ["hello"] * 3}).encode()
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", gateway.port))
-        client.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(client, head(len(body)) + body)
+    with SmallClient(gateway.port, gateway.trusting) as client:
+        await client.send(head(len(body)) + body)
         name, labels = "baton_gateway_requests_total", {"endpoint": COMPLETIONS_PATH, "code": "200"}
         await eventually(lambda: bool(gateway.metrics.registry.get_sample_value(name, labels)))
         ending = await gateway.begin_to_end()
         for _ in range(50):
             await asyncio.sleep(0)
         assert not ending.done()
-        answer = b""
         async with asyncio.timeout(TIMEOUT_S):
-            while part := await loop.sock_recv(client, 2**16):
-                answer += part
+            while await client.read(2**16):
+                pass
             await ending
-    assert answer.endswith(b"}")
+    assert client.answer.endswith(b"}")
     assert gateway.num_refused == 0
+
+
+async def test_a_stream_whose_end_is_unread_after_the_grace_gets_no_second_answer() -> None:
+    """All of it is written, and its handler waits for the client."""
+    gateway = Gateway(ScriptedGenerator(text="hello " * 100, tokens_per_delta=100), grace_s=1.0)
+    await gateway.start(send_buffer_bytes=4096)
+    body = json.dumps(LARGE | {"prompt": ["hello"] * 6, "stream": True}).encode()
+    sample = gateway.metrics.registry.get_sample_value
+    with SmallClient(gateway.port) as client:
+        await client.send(head(len(body)) + body)
+        await eventually(lambda: sample("vllm:e2e_request_latency_seconds_count", {"model_name": MODEL}) == 1)
+        with Time() as time:
+            ending = asyncio.create_task(gateway.end())
+            await time.advance(0)
+            assert sample("baton_gateway_requests_in_flight") == 1
+            for _ in range(6):
+                await time.advance(1.1)
+            assert ending.done()
+        async with asyncio.timeout(TIMEOUT_S):
+            while await client.read(2**16):
+                pass
+    assert client.answer.startswith(b"HTTP/1.1 200 ")
+    assert client.answer.count(b"HTTP/1.1 ") == 1
+    assert client.answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 ON_UVLOOP: dict[str, Callable[[Path], Coroutine[Any, Any, None]]] = {
     "idle": lambda _: test_idle_connections_are_closed_at_once(),
-    "unread": lambda _: test_a_gateway_does_not_end_before_its_last_answers_are_read(),
+    "unread, http": partial(test_a_gateway_does_not_end_before_its_last_answers_are_read, False),
+    "unread, https": partial(test_a_gateway_does_not_end_before_its_last_answers_are_read, True),
     "body, http": partial(test_a_request_whose_body_is_arriving_is_served, False, False),
     "body, https": partial(test_a_request_whose_body_is_arriving_is_served, False, True),
     "body, https, stream": partial(test_a_request_whose_body_is_arriving_is_served, True, True),

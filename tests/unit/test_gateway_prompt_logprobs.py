@@ -303,6 +303,8 @@ def test_a_large_part_of_a_prompt_goes_out_in_pieces() -> None:
 
 
 class _Decoder:
+    stop_specials = ()
+
     def decode(self, token_ids: Any) -> str:
         text: str = byte_level().decode(list(token_ids))
         return text

@@ -202,6 +202,26 @@ async def test_a_stop_string_ends_an_answer_within_a_call() -> None:
     assert {chunk.choices[0].model_dump()["stop_reason"] for chunk in others} == {None}
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 100])
+async def test_a_special_token_ends_an_answer_of_which_parts_are_told(tokens_per_delta: int) -> None:
+    generator = scripted("<think>\nhm\n</think>\n\nyes[TOOL_CALLS]no", tokens_per_delta=tokens_per_delta)
+    (choice,) = (await ask(generator, "hermes reasoning", stop="[TOOL_CALLS]")).choices
+    assert (choice.message.reasoning, choice.message.content) == ("hm", "yes")
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", "[TOOL_CALLS]")
+    chunks = await chunks_of(generator, "hermes reasoning", stop="[TOOL_CALLS]")
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "yes"
+    assert chunks[-1].choices[0].model_dump()["stop_reason"] == "[TOOL_CALLS]"
+
+
+async def test_a_marker_that_is_a_stop_string_is_still_one_before_it_may_end_the_answer() -> None:
+    text = f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'
+    answer = await ask(scripted(text), "mistral", tools=TOOLS, stop="[TOOL_CALLS]", extra_body={"min_tokens": 1})
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.arguments == ARGUMENTS
+    answer = await ask(scripted(text), "mistral", tools=TOOLS, stop="[TOOL_CALLS]")
+    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", "[TOOL_CALLS]")
+
+
 async def test_log_probabilities_of_all_tokens() -> None:
     whole = await ask(scripted(TWO_CALLS), tools=TOOLS, logprobs=True)
     assert len(whole.choices[0].logprobs.content) == len(tokens_of(TWO_CALLS)) + 1

@@ -72,3 +72,15 @@ def test_each_connection_is_asked_once_at_most() -> None:
 
         assert first_to_go(held, "C", use_of) is None
         assert asked == list(range(60))
+
+
+def test_among_idle_connections_of_one_address_the_first_is_asked_alone() -> None:
+    """A pool of a client may hold all connections there are, and each new one takes the place of one of them."""
+    asked: list[int] = []
+
+    def use_of(place: int) -> Use:
+        asked.append(place)
+        return Use.IDLE
+
+    assert first_to_go(dict.fromkeys(range(60), "A"), "A", use_of) == 0
+    assert asked == [0]

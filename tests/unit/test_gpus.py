@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.engine.runner import _room
+from common.contract.errors import OperatorError
+from common.engine.runner import room_of
 from common.runtime.gpus import VISIBLE, Place, gpus_here, placed
 
 
@@ -38,7 +39,14 @@ def test_every_worker_has_gpus_of_its_own_as_far_as_there_are_any(
 
 
 def test_a_cache_takes_what_the_fullest_gpu_has_left() -> None:
-    assert _room([(70, 80), (60, 80)], 1.0, 15, 4) == 56
-    assert _room([(70, 80), (60, 80)], 0.5, 15, 4) == 23
-    assert _room([(70, 80), (20, 80)], 0.5, 15, 4) == 18, "others have taken more than their share"
-    assert _room([(10, 80)], 0.25, 30, 4) == 0
+    assert room_of([(70, 80), (60, 80)], 1.0, 15, 4, block_bytes=1) == 56
+    assert room_of([(70, 80), (60, 80)], 0.5, 15, 4, block_bytes=1) == 23
+    assert room_of([(70, 80), (20, 80)], 0.5, 15, 4, block_bytes=18) == 18, "others have taken more than their share"
+
+
+def test_a_gpu_without_room_for_a_block_is_told_of_with_its_memory() -> None:
+    said = "no room for a KV cache on the GPU: with 30 bytes of weights loaded 10 of 80 bytes are free"
+    with pytest.raises(OperatorError, match=said):
+        room_of([(10, 80)], 0.25, 30, 4, block_bytes=1)
+    with pytest.raises(OperatorError, match=said):
+        room_of([(10, 80)], 1.0, 30, 4, block_bytes=7)

@@ -33,8 +33,10 @@ D1, D2 = Incarnation("d1"), Incarnation("d2")
 KEY = RequestKey(R1, 1)
 TTL_S = 7.0
 BLOCK_BYTES = 2 * int(SLOWEST_READ_BYTES_PER_S)
-PREFIX_TTL_S = LENT_TTL_S + 6.0
-"""Seconds for which a prefix of three blocks is lent: each of them may take two seconds."""
+READ_S = 6.0
+"""Seconds that the read of a prefix of three blocks may take: two for each."""
+PREFIX_TTL_S = LENT_TTL_S + READ_S
+"""Seconds for which such a prefix is lent while no other is."""
 CACHED = block_hashes(range(12), 4)
 """Names of the blocks that the worker's cache holds."""
 OTHER = block_hashes(range(100, 112), 4)
@@ -303,6 +305,22 @@ def test_a_prefix_is_lent_for_so_long_and_only_its_sink_is_told(worker: Worker) 
     assert (worker.held, worker.dropped) == ({}, [])
     assert worker.serving == [True], "its read may be under way"
     assert worker.metric("baton_leases_expired") == 1
+
+
+def test_a_prefix_is_lent_for_longer_while_others_are_lent(worker: Worker) -> None:
+    """Its read may wait for theirs. Offers of requests, and what is back, do not count."""
+    worker.open()
+    worker.lender.on_message(D1, settle(worker.lend()))
+    worker.told()
+    worker.lend(RequestId("p0"))
+    worker.lend(RequestId("p1"), D2)
+    worker.lender.expire(100.0 + PREFIX_TTL_S)
+    assert kinds(worker.told()) == [(D1, OfferWithdrawn)]
+    worker.lender.expire(100.0 + PREFIX_TTL_S + READ_S - 0.1)
+    assert worker.held == {10: 1, 11: 1, 12: 1}
+    worker.lender.expire(100.0 + PREFIX_TTL_S + READ_S)
+    assert kinds(worker.told()) == [(D2, OfferWithdrawn)]
+    assert worker.held == {}
 
 
 def test_a_prefix_that_is_given_up_is_back_at_once(worker: Worker) -> None:

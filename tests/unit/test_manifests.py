@@ -292,6 +292,8 @@ BROKEN = (
     ("decode container securityContext readOnlyRootFilesystem = false", "its root can be written to"),
     ("decode container image = baton-worker:latest", "baton-worker:latest is of no version"),
     ("decode enableServiceLinks = true", "write into its environment"),
+    ("gateway nodeSelector", "Deployment/baton-gateway: it may come to a node on which its image does not run"),
+    ("prefill container resources requests ephemeral-storage = 40Gi", "keeps 40Gi of its node's disk"),
     # Monitors.
     ("PodMonitor/baton-gateway spec podMetricsEndpoints 0 scheme", "PodMonitor/baton-gateway: its pods speak HTTPS"),
     (

@@ -67,12 +67,15 @@ SAID_NOWHERE = [
     {"top_logprobs": 3},
     {"prompt_logprobs": 1, "stream": True},
     {"response_format": {"type": "json_schema"}},
+    {"best_of": 2},
+    {"n": 2, "best_of": 3},
     {"guided_regex": "a", "guided_choice": ["a"]},
     {"guided_regex": "a", "min_tokens": 2},
     {"guided_regex": "a", "ignore_eos": True},
     # What is wrong in a grammar.
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wizard"}}}},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://localhost/s"}}}},
+    {"response_format": {"type": "json_object", "schema": {"type": "wizard"}}},
     {"guided_json": "[1]"},
     {"guided_json": "{"},
     {"guided_json": '{"a":' * 13000},
@@ -196,6 +199,7 @@ SENT: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"stop": None, "stream": True, "stream_options": {"include_usage": True}}),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}], "name": "Otto"}]}),
     ("chat", {"response_format": {"type": "json_object"}, "service_tier": "flex"}),
+    ("chat", {"response_format": {"type": "json_object", "schema": {"type": "object"}}, "service_tier": "fast"}),
     (
         "chat",
         {
@@ -210,7 +214,8 @@ SENT: list[tuple[str, dict[str, Any]]] = [
     ("completions", {}),
     ("completions", {"prompt": [5, 6, 7], "logprobs": 3, "max_tokens": 3}),
     ("completions", {"prompt": ["hello", "there"], "echo": True, "n": 2, "stop": "x"}),
-    ("completions", {"prompt": [[5, 6], [7]], "best_of": 1, "suffix": "", "stream": True}),
+    ("completions", {"prompt": [[5, 6], [7]], "n": 2, "best_of": 2, "suffix": "", "stream": True}),
+    ("completions", {"best_of": 1, "extra_body": {"add_special_tokens": False}}),
     ("completions", {"extra_body": {"repetition_penalty": 1.1, "stop_token_ids": [5], "cache_salt": "x"}}),
     ("completions", {"extra_body": {"structured_outputs": {"regex": "[a-z]+"}, "min_tokens": 0}}),
 ]

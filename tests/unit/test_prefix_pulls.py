@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from common.contract.block_hashes import block_hashes
+from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, new_incarnation
 from common.contract.messages.gateway import Prefill, PrefixHint, Source
 from common.contract.sampling import SamplingParams
@@ -20,7 +22,7 @@ PATIENCE_S = 1.0
 _numbers = itertools.count()
 
 
-def request(num_tokens: int = NUM_TOKENS) -> PrefillRequest:
+def request(num_tokens: int = NUM_TOKENS, source: Source = SOURCE) -> PrefillRequest:
     """A prompt of which the source holds all but the last token."""
     tokens = tuple(range(num_tokens))
     work = Prefill(
@@ -31,7 +33,7 @@ def request(num_tokens: int = NUM_TOKENS) -> PrefillRequest:
         choices=(0,),
         sampling=SamplingParams(max_tokens=1),
         budget_s=1000.0,
-        prefix=PrefixHint(source=SOURCE, num_tokens=num_tokens - 1),
+        prefix=PrefixHint(source=source, num_tokens=num_tokens - 1),
     )
     made = PrefillRequest(work, Incarnation("g"), 0.0, 1e6)
     made.block_hashes = block_hashes(tokens, BLOCK_SIZE, "")
@@ -56,7 +58,7 @@ def pull(made: PrefixPulls, took_s: float) -> bool:
     if took_s < prefix.until:
         made.pulled(prefix.pull, took_s)
     else:
-        made.gave_up(prefix.pull, prefix.until)
+        made.gave_up(prefix.pull, Cause.DEADLINE, prefix.until)
     return True
 
 
@@ -86,13 +88,72 @@ def test_pulls_that_are_given_up_become_rare() -> None:
     assert made.ended == {"pulled": 0, "gave_up": tried}
 
 
-def test_a_pull_whose_source_is_lost_at_once_says_nothing_about_the_speed() -> None:
-    made = pulls()
+@pytest.mark.parametrize(
+    ("cause", "offers", "at"),
+    [
+        (Cause.WORKER_LOST, False, 1.75),
+        (Cause.FINGERPRINT, False, 0.1),
+        (Cause.TRANSFER, True, 3.0),
+        (Cause.TRANSFER, True, 4.0),
+        (Cause.DEADLINE, False, 4.0),
+    ],
+)
+def test_nothing_is_pulled_for_a_while_from_a_source_that_cannot_be_read(
+    cause: Cause, offers: bool, at: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every prompt that it holds a part of would wait for nothing. Others are read from, and seem no slower."""
+    made, other = pulls(token_s=2.0 / NUM_TOKENS), replace(SOURCE, incarnation=new_incarnation())
     before = made.token_s
+    pulled = [made.choose(request(), 0.0) for _ in range(2)]
+    for prefix in pulled:
+        assert prefix is not None
+        assert prefix.until == pytest.approx(4.0, rel=0.05)
+        prefix.num_blocks = offers * len(prefix.pull.block_hashes or ())
+        made.gave_up(prefix.pull, cause, at)
+    assert caplog.text.count("for 10 s") == len(caplog.records) == 1
+    assert made.choose(request(), at + 0.25) is None
+    assert made.choose(request(source=other), at + 0.25) is not None
+    assert made.choose(request(), at + 9.9) is None
+    assert made.choose(request(), at + 10.1) is not None
+    assert made.token_s == before
+
+
+@pytest.mark.parametrize("cause", [None, Cause.LEASE_LOST, Cause.CAPACITY, Cause.DEADLINE])
+def test_a_source_that_answers_is_asked_again(cause: Cause | None) -> None:
+    """It has evicted the prefix, lends too many already, or is slow; or the client has left."""
+    made = pulls(when="always")
     prefix = begun(made)
     assert prefix is not None
-    made.gave_up(prefix.pull, 0.001)
-    assert made.token_s == before
+    made.gave_up(prefix.pull, cause, 0.5)
+    assert made.choose(request(), 0.6) is not None
+
+
+def test_a_source_that_cannot_be_read_is_tried_ever_more_seldom_until_it_can() -> None:
+    made, now, pauses = pulls(when="always"), 0.0, []
+    for _ in range(7):
+        prefix = made.choose(request(), now)
+        assert prefix is not None
+        made.gave_up(prefix.pull, Cause.WORKER_LOST, now)
+        failed_at = now
+        while made.choose(request(), now) is None:
+            now += 5.0
+        pauses.append(now - failed_at)
+    assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 320.0]
+    prefix = made.choose(request(), now)
+    assert prefix is not None
+    made.pulled(prefix.pull, now + 0.01)
+    assert made.choose(request(), now + 0.02) is not None
+    assert not made._pauses
+
+
+def test_a_pause_is_forgotten_some_time_after_it() -> None:
+    """Nothing is kept of sources that are gone."""
+    made = pulls(when="always")
+    for now in (0.0, 100.0):
+        prefix = made.choose(request(source=replace(SOURCE, incarnation=new_incarnation())), now)
+        assert prefix is not None
+        made.gave_up(prefix.pull, Cause.WORKER_LOST, now)
+    assert len(made._pauses) == 1
 
 
 def test_prefixes_that_are_too_short_teach_nothing() -> None:
@@ -130,7 +191,7 @@ def test_beyond_a_number_of_pulls_a_prefix_waits_for_the_end_of_one(is_valid: bo
     if is_valid:
         made.pulled(first.pull, 1.0)
     else:
-        made.gave_up(first.pull, 1.0)
+        made.gave_up(first.pull, Cause.LEASE_LOST, 1.0)
     prefix = made.choose(late, 1.0)
     assert prefix is not None
     assert prefix.request is late

@@ -19,8 +19,9 @@ from common.scheduling.row_times import RowTimes
 from decode_worker.batch_bound import BatchBound
 from decode_worker.policy import Policy
 from decode_worker.scheduler import DecodeScheduler
+from gateway.dispatch.ask import Ask
 from gateway.dispatch.profiles import of_profile
-from gateway.dispatch.router import Ask, Router
+from gateway.dispatch.router import Router
 from gateway.workers.load_table import LoadTable
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import WorkerView

@@ -175,6 +175,33 @@ def test_a_prompt_ends_with_its_step_beside_the_share_of_an_aged_tier() -> None:
     assert (first.prompt.request.key.request, first.last) == ("interactive", True)
 
 
+@pytest.mark.parametrize("decodes", [(), (Tier.BATCH,)])
+def test_prompts_that_can_wait_do_not_make_one_late(decodes: tuple[Tier, ...]) -> None:
+    """The interactive prompt is due after 0.67 s, and its first token comes at the end of its step. Behind it are
+    prompts of 13.6 s, which have a minute."""
+    dear = Costs(step_s=0.005, decode_s=0.03, prefill_s_per_token=1.7e-3)
+    targets: dict[str, Any] = {"ttft_target_s": TTFT_S.get, "itl_target_s": ITL_S.get}
+    bench = Bench(2048, costs=dear, memory_reserve=EAGER, token_budget=2048, **targets)
+    for tier in decodes:
+        bench.enter(request("decode", 8, tier=tier))
+    urgent = request("urgent", 100, tier=Tier.INTERACTIVE, local=True)
+    bench.reserve(urgent, *(request(f"batch {number}", 1000, tier=Tier.BATCH, local=True) for number in range(8)))
+    chunks = {each.prompt.request: each.end - each.start for each in bench.scheduler.schedule(bench.now).chunks}
+    assert chunks == {urgent: 100}
+
+
+def test_a_sequence_that_waits_for_its_mask_does_not_stand_still_for_a_long_step() -> None:
+    targets: dict[str, Any] = {"ttft_target_s": TTFT_S.get, "itl_target_s": ITL_S.get}
+    bench = Bench(2048, costs=costs(), memory_reserve=EAGER, token_budget=2048, **targets)
+    (choice,) = bench.enter(request("decode", 8))
+    bench.reserve(request("prompt", 4000, local=True))
+    bench.scheduler.entrance.mask_awaited(choice)
+    step = bench.scheduler.schedule(bench.now)
+    assert step.decodes == []
+    (chunk,) = step.chunks
+    assert chunk.end - chunk.start == pytest.approx(1400, abs=1), "as if it decoded in this step"
+
+
 def test_a_step_that_decodes_fill_has_no_prompts() -> None:
     bench = Bench(2048, costs=costs(), memory_reserve=EAGER, token_budget=1, itl_target_s=ITL_S.get)
     bench.enter(request("decode", 8))

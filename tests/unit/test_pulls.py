@@ -40,6 +40,7 @@ from kv_transfer.events import (
     AddSource,
     Connect,
     Consequence,
+    DropRead,
     DropSource,
     Poll,
     Polled,
@@ -133,7 +134,7 @@ class Worker:
                 self._tell("release", *block_ids)
             case PullFailed(pull, cause, _):
                 self._tell("gave up", pull, cause)
-            case Connect() | SendToSource() | AddSource() | DropSource() | StartRead() | Serve() | Poll():
+            case Connect() | SendToSource() | AddSource() | DropSource() | StartRead() | DropRead() | Serve() | Poll():
                 self.transfers.carry_out(event)
             case _:
                 raise AssertionError(event)
@@ -510,6 +511,25 @@ async def test_blocks_under_read_come_back_when_their_reads_have_ended(net: Net)
     assert net.counts == (0, 0, 0)
 
 
+async def test_a_read_that_waits_is_dropped_with_its_pull(net: Net) -> None:
+    """Its blocks come back at once. The reads that it waits for go on, by the same agent."""
+    first = await net.reading()
+    net.transport.waits = True
+    second = await net.reading(net.pull(R2))
+    net.pulls.abandon(second, None, "aborted")
+    told = [await net.worker.next() for _ in range(4)]
+    assert told == [("release", 5), ("gave up", second, None), ("release", 3), ("release", 4)]
+    await net.source.expect(Detach)
+    assert net.counts == (1, 2, 0)
+    net.transport.waits = False
+    await net.source.send(ready(first, 2, 12), done(first))
+    await net.until(lambda: len(net.transport.reads) == 5)
+    finish(*net.transport.reads[:2], net.transport.reads[4])
+    await net.source.expect(Settle)
+    assert net.transport.calls == [("add", net.source.incarnation)]
+    assert net.transfers.mover.num_reads_failed == 0
+
+
 async def test_a_read_that_fails_ends_its_pull(net: Net) -> None:
     pull = await net.reading()
     net.transport.reads[0].fail("the peer is gone")
@@ -635,19 +655,15 @@ async def test_a_quarantined_read_behind_another_of_its_source_does_not_end_that
     await net.until(lambda: net.transport.calls == [("add", source), ("drop", source), ("add", source)])
 
 
-@pytest.mark.parametrize("abandoned", [False, True])
-async def test_a_read_that_waits_for_reads_from_other_sources_is_not_given_up(net: Net, abandoned: bool) -> None:
+async def test_a_read_that_waits_for_reads_from_other_sources_is_not_given_up(net: Net) -> None:
     """Every agent that may exist reads from others. Their reads end, or are given up."""
-    pull = await net.reading()
-    if abandoned:
-        net.pulls.abandon(pull, None, "aborted")
-    source, bound_s = net.source.incarnation, BOUND_S if abandoned else READ_BOUND_S
-    for read in net.transport.reads:
-        read.waiting = True
-    await net.poll(2 * bound_s)
+    net.transport.waits = True
+    await net.reading()
+    source = net.source.incarnation
+    await net.poll(2 * READ_BOUND_S)
     for read in net.transport.reads:
         read.waiting = False
-    await net.poll(bound_s)
+    await net.poll(READ_BOUND_S)
     assert net.transport.calls == [("add", source)]
     await net.poll(POLL_S)
     await net.until(lambda: net.transport.calls == [("add", source), ("drop", source), ("add", source)])
@@ -953,6 +969,25 @@ async def test_a_source_that_is_lost_at_one_of_its_addresses_is_read_from_at_the
     alone.decided.clear()
     alone.pulls.handle(SourceLost("b:1", alone.source.incarnation, Cause.WORKER_LOST, "silent"))
     assert [type(each) for each in alone.of(DropSource, AddSource)] == [DropSource]
+
+
+# --- reads that nobody wants any more ----------------------------------------------------------------------------
+
+
+async def test_each_read_of_a_pull_is_dropped_once_after_it_was_started(alone: Alone) -> None:
+    alone.open("a:1")
+    pulls = [alone.pull(request, "a:1") for request in (R1, R2)]
+    for index, pull in enumerate(pulls):
+        alone.pulls.begin(pull)
+        alone.pulls.handle(SourceReceived(alone.source.incarnation, ready(pull, 0, 10, 11)))
+        alone.pulls.reserve(pull, (3 * index, 3 * index + 1, 3 * index + 2))
+        alone.pulls.handle(SourceReceived(alone.source.incarnation, ready(pull, 2, 12)))
+    for _ in range(2):
+        alone.pulls.abandon(pulls[1], None, "aborted")
+    decided = alone.of(StartRead, DropRead)
+    ids = [each.read_id for each in decided if isinstance(each, StartRead | DropRead)]
+    assert [type(each) for each in decided] == [StartRead] * 4 + [DropRead] * 2
+    assert (len(set(ids)), ids[2:4]) == (4, ids[4:])
 
 
 # --- the size of a read ------------------------------------------------------------------------------------------

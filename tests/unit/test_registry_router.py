@@ -17,7 +17,8 @@ from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
 from common.contract.messages.gateway import PrefixHint, Source
 from common.contract.messages.session import Heartbeat, Phase, Role, Welcome
 from common.contract.tiers import Tier
-from gateway.dispatch.router import Ask, Handoff, Local, LocalPrefill, Router
+from gateway.dispatch.ask import Ask
+from gateway.dispatch.router import Handoff, Local, LocalPrefill, Router
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given, WorkerView

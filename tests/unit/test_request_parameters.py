@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from openai.types import completion_create_params
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from common.runtime.config import GatewaySettings, load
 from common.runtime.logs import JsonFormatter, TextFormatter
 from gateway.intake import schemas
+from gateway.intake.field_types import TIERS
 from gateway.intake.ignored_fields import IGNORED, IgnoredFields
 from gateway.intake.schemas import (
     ChatRequest,
@@ -65,7 +66,7 @@ VLLM_COMPLETION = VLLM | {"prompt_embeds"}
 VLLM_TOKENIZE = set(_TOKENIZE.split())
 REFUSED: dict[str, list[Any]] = {
     "add_generation_prompt": [False, 1],
-    "add_special_tokens": [1, "false"],
+    "add_special_tokens": [True, 0, "false"],
     "allowed_token_ids": [[1]],
     "audio": [{"voice": "alloy"}],
     "bad_words": [["a"]],
@@ -112,12 +113,15 @@ def kinds(name: str, schema: type[ChatRequest] | type[CompletionRequest] | type[
 
 def test_special_tokens_around_a_prompt_are_those_of_a_text_or_of_the_template() -> None:
     """A conversation has those that its template writes."""
-    for schema, body, harmless in ((CompletionRequest, COMPLETION, True), (ChatRequest, CHAT, False)):
-        parse(schema, body | {"add_special_tokens": harmless})
-        with pytest.raises(ApiError, match="add_special_tokens"):
-            parse(schema, body | {"add_special_tokens": not harmless})
-    parse(TokenizeRequest, {"prompt": "hello", "add_special_tokens": True})
-    parse(TokenizeRequest, {"messages": CHAT["messages"], "add_special_tokens": False})
+    parse(ChatRequest, CHAT | {"add_special_tokens": False})
+    with pytest.raises(ApiError, match="add_special_tokens"):
+        parse(ChatRequest, CHAT | {"add_special_tokens": True})
+
+
+def test_the_service_tiers_of_the_openai_client_are_known() -> None:
+    hint = get_type_hints(chat_completion_create_params.CompletionCreateParamsBase)["service_tier"]
+    names = {name for each in get_args(hint) for name in get_args(each)}
+    assert {"auto", "default"} < names <= TIERS.keys()
 
 
 def test_members_of_structured_outputs_that_ask_for_nothing_are_ignored() -> None:
@@ -138,6 +142,15 @@ def test_a_message_of_the_old_kind_is_refused_as_its_call_would_be_lost() -> Non
     with pytest.raises(ApiError, match="function_call"):
         parse(ChatRequest, {"messages": messages})
     parse(ChatRequest, {"messages": [{"role": "assistant", "content": "a", "function_call": None}]})
+
+
+def test_a_prefix_is_refused_with_the_name_of_the_field_that_does_the_same() -> None:
+    message = {"role": "assistant", "content": "a"}
+    with pytest.raises(ApiError, match="continue_final_message"):
+        parse(ChatRequest, {"messages": [message | {"prefix": True}]})
+    for nothing in (None, False):
+        (parsed,) = parse(ChatRequest, {"messages": [message | {"prefix": nothing}]}).messages
+        assert parsed.for_template() == message
 
 
 @pytest.mark.parametrize("name", sorted(VLLM_TOKENIZE))
@@ -166,7 +179,8 @@ def test_parts_of_parameters() -> None:
     """What the client can say in them, and what of it is not looked at: it only words the request, or the answer."""
     fields = {field.alias or name for name, field in JsonSchema.model_fields.items()}
     assert get_type_hints(JSONSchema).keys() - fields == {"name", "description", "strict"}
-    assert get_type_hints(ResponseFormatJSONSchema).keys() == ResponseFormat.model_fields.keys()
+    fields = {field.alias or name for name, field in ResponseFormat.model_fields.items()}
+    assert get_type_hints(ResponseFormatJSONSchema).keys() == fields - {"schema"}, "other servers have a schema there"
     assert get_type_hints(ChatCompletionStreamOptionsParam).keys() - StreamOptions.model_fields.keys() == {
         "include_obfuscation"
     }
@@ -195,6 +209,14 @@ def test_what_would_change_the_answer_is_refused(schema: Any, body: dict[str, An
     assert why.startswith("ignoring it could put what it forbids into the answer" if name in FORBIDDING else "")
     assert bool(why) == (name in FORBIDDING)
     parse(schema, body | {name: None})
+
+
+@pytest.mark.parametrize(("schema", "body"), BODIES)
+def test_as_many_candidates_as_choices_ask_for_nothing(schema: Any, body: dict[str, Any]) -> None:
+    assert parse(schema, body | {"n": 2, "best_of": 2}) == parse(schema, body | {"n": 2})
+    for n, best_of in ((2, 3), (None, 2), (1, True)):
+        with pytest.raises(ApiError, match="best_of is not supported"):
+            parse(schema, body | {"n": n, "best_of": best_of})
 
 
 @pytest.mark.parametrize(

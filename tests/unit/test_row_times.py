@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 
 from common.engine.runner import load_runner
@@ -99,7 +100,7 @@ class Clock:
         return self.now
 
 
-def test_steps_are_timed_and_leave_the_cache_empty(tmp_path: Path) -> None:
+def test_steps_are_timed_and_leave_the_cache_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint("llama", tmp_path / "model")
     runner = load_runner(folder, kv_cache_bytes=2**20, block_size=4)
     timed = time_rows(runner, 12)
@@ -112,5 +113,15 @@ def test_steps_are_timed_and_leave_the_cache_empty(tmp_path: Path) -> None:
     assert slow.rows == (1,), "a step that takes as long as the measurement may is the only one"
     assert slow.step_s((3, 0)) == 3 * slow.step_s((1, 0)), "nothing else is known"
     assert time_rows(runner, 12, Clock(0.05)).rows == (1, 2, 4, 8, 12), "each is run once"
+    cleared = runner.cache.begin
+    begun: list[int] = []
+
+    def begin(blocks: torch.Tensor) -> None:
+        begun.append(len(blocks))
+        cleared(blocks)
+
+    monkeypatch.setattr(runner.cache, "begin", begin)
+    time_rows(runner, 12)
+    assert begun == [runner.cache.num_blocks], "no row begins a block; at the end all are cleared"
     small = load_runner(folder, kv_cache_bytes=runner.layout.block_bytes, block_size=4)
     assert time_rows(small, 3).rows == (1, 2, 3), "one block is enough"

@@ -201,6 +201,26 @@ asyncio.run(main())
     assert done.returncode == 0, (done.returncode, done.stderr[-500:])
 
 
+async def test_a_json_object_may_have_a_schema() -> None:
+    """In the way of llama.cpp, Fireworks and others."""
+
+    async def grammar(**fields: Any) -> str | None:
+        return await grammar_of(parse(CompletionRequest, {"prompt": "a"} | fields))
+
+    formatted: dict[str, Any] = {"type": "json_object"}
+    empty: list[dict[str, Any] | None] = [None, {}]
+    for schema in (A, json.dumps(A)):
+        assert await grammar(response_format=formatted | {"schema": schema}) == await grammar(guided_json=A)
+    for nothing in empty:
+        assert await grammar(response_format=formatted | {"schema": nothing}) == await grammar(
+            response_format=formatted
+        )
+    for other in ({"type": "text"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": A}}):
+        with pytest.raises(ApiError) as refused:
+            await grammar(response_format=other | {"schema": A})
+        assert refused.value.param == "response_format.schema"
+
+
 def test_a_schema_within_a_grammar_has_the_bounds_of_others() -> None:
     _, error = compile_grammar("grammar", 'start: "x" | %json {"type": "integer", "multipleOf": 9999991}')
     assert "multipleOf" in error

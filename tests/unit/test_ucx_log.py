@@ -193,7 +193,8 @@ def test_a_link_asks_for_the_sizes_of_its_pieces(monkeypatch: pytest.MonkeyPatch
     theirs, ours = (np.zeros(4 * 4096, np.uint8) for _ in range(2))
     address, me, you = ours.ctypes.data, new_incarnation(), new_incarnation()
     parts = (RankPart(address, 0, 1024), RankPart(address + 4 * 1024, 1024, 4096))
-    source = NixlTransport(Region.of_one_part(address=theirs.ctypes.data, num_blocks=4, block_bytes=4096), you)
+    whole = (RankPart(theirs.ctypes.data, 0, 4096),)
+    source = NixlTransport(Region(parts=whole, num_blocks=4, block_bytes=4096), you)
     sink = NixlTransport(Region(parts=parts, num_blocks=4, block_bytes=4096), me)
     try:
         sink.add_source(you, source.metadata())
