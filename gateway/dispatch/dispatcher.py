@@ -316,8 +316,9 @@ class Dispatcher(Collector):
             case Hopeless():
                 asyncio.get_running_loop().call_soon(self._watch, request)
             case Done() | Fail():
-                if isinstance(action, Fail):
-                    log.info("request %s failed: %s", next(iter(request.flow.requests)), "; ".join(request.flow.story))
+                story = request.flow.story
+                if isinstance(action, Fail) and len(story) > 1:  # clients are told no addresses
+                    log.info("request %s failed: %s", next(iter(request.flow.requests)), "; ".join(story))
                 request.mailbox.put(action)
 
     def _deliver(self, request: OpenRequest, deliver: Deliver) -> None:

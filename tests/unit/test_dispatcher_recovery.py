@@ -78,7 +78,8 @@ async def test_who_finds_no_decode_worker_waits_for_one(make: Any, time: Time) -
     assert await text(task) == [10, 11, 12]
 
 
-async def test_who_waits_in_vain_is_told_after_a_while(make: Any, time: Time) -> None:
+async def test_who_waits_in_vain_is_told_after_a_while(make: Any, time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     bench = make()
     key, task = await bench.request()
     decoded(bench, key, 10, 11)
@@ -92,6 +93,7 @@ async def test_who_waits_in_vain_is_told_after_a_while(make: Any, time: Time) ->
     ) as failed:
         await task
     assert D not in failed.value.message, "clients are told no addresses"
+    assert f"worker_lost at {D}: the decode worker was lost: its process died; worker_lost: no decode" in caplog.text
     assert bench.in_flight() == (0, 0)
 
 
