@@ -21,7 +21,9 @@ _CASES = (
     "0.5b-float32-fixed",
     "0.5b-float32-fixed-baton-pair-vllm-pair",
     "0.5b-float32-fixed-baton-colocated-vllm-single",
+    "0.5b-bfloat16-sharegpt",
     "0.5b-float32-sharegpt-baton-pair-vllm-pair",
+    "0.5b-float32-sharegpt-baton-colocated-vllm-single",
 )
 _VERSUS = tuple(f"versus-{case}{cpu}" for case in _CASES for cpu in _CPUS)
 _LLAMA = tuple(f"llama-0.5b{cpu}" for cpu in _CPUS)

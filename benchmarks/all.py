@@ -76,6 +76,11 @@ MEASUREMENTS = (
         7,
     ),
     Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
+    Measurement(
+        "benchmarks.versus --model 0.5b --dtype bfloat16 --workload sharegpt --concurrency 1 8 32 --rounds 3 "
+        "--requests 1 --minutes 66",
+        75,
+    ),
     Measurement("benchmarks.goodput --model 15m --dtype float32 --workload sharegpt --rounds 3 --minutes 30", 35),
     Measurement("benchmarks.llama", 12),
     Measurement("pytest -q -s tests/chaos/test_soak.py", 8),

@@ -541,6 +541,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-0.5b-float32-fixed-baton-colocated-vllm-single": versus,
     "versus-0.5b-float32-fixed-baton-colocated-vllm-single-itl-4": versus,
     "versus-0.5b-float32-sharegpt-baton-pair-vllm-pair": versus,
+    "versus-0.5b-float32-sharegpt-baton-colocated-vllm-single": versus,
     "versus-0.5b-bfloat16-sharegpt": versus,
     "goodput-15m-float32-fixed": goodput,
     "goodput-15m-float32-sharegpt": goodput,
