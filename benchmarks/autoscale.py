@@ -148,7 +148,7 @@ class Worker:
             self.busy_s += took_s
             for chunk in self._scheduler.step_done(chunks):
                 if chunk.last:
-                    self._scheduler.holdings.unpinned(chunk.prompt.key)
+                    self._scheduler.holdings.end(chunk.prompt.key)
                     yield chunk.prompt.key.request, self.now
 
     @property

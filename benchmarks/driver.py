@@ -240,6 +240,8 @@ class Driver:
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last:
                 self._computed(chunk.prompt, by_chunk[id(chunk)])
+        if step.chunks:
+            self.scheduler.entrance.match_again()
         if self._after_step is not None:
             self._after_step(self, step)
         return True

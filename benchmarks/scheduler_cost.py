@@ -140,6 +140,8 @@ class Load:
             self.scheduler.forget(choice.request)
             del self.ends[choice.request.work.request]
         live = self.scheduler.chunks_done(step.chunks)
+        if live:
+            self.scheduler.entrance.match_again()
         self.pool.take_changes()
         self.timed += time.thread_time() - began
         for chunk in live:

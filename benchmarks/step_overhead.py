@@ -116,7 +116,7 @@ def serve_without_model() -> None:
     from decode_worker.__main__ import main as serve
     from decode_worker.core import DecodeCore
 
-    ready: list[torch.Tensor] = []
+    ready: list[torch.Tensor] = []  # of all steps: no stream may have a parameter that changes its logits
     times = SamplerTimes()
     own_metrics = DecodeCore.metrics
 

@@ -114,6 +114,13 @@ class Admission:
         self._forecast.hold(key, num_steps=num_steps, num_private=num_private)
         self._num_admitted[key[0].work.tier.rank] += 1
 
+    def found(self, request: DecodeRequest, num_blocks: int) -> None:
+        """A request that has not begun, and holds blocks, got `num_blocks` cached ones in place of its own."""
+        held = {(request, index): self._forecast.held((request, index)) for index in request.work.choices}
+        key, (num_steps, num_private) = max(held.items(), key=lambda item: item[1][1])  # it has the prompt's blocks
+        self._forecast.remove(key)
+        self._forecast.hold(key, num_steps=num_steps, num_private=num_private - num_blocks)
+
     def leave(self, key: Key) -> None:
         """A sequence that has not begun holds no blocks any more, or gets none; for one that has, see `leave_begun`."""
         self._forecast.remove(key)

@@ -110,11 +110,13 @@ class Book:
 
     # --- masks ---------------------------------------------------------------------------------------------------
 
-    def ask_first_mask(self, request: DecodeRequest, grammar: str) -> None:
-        """Compute the mask of what follows the request's tokens."""
-        work, state = request.work, GrammarState()
-        request.grammar_state = state
-        self._masks.ask(request, grammar, state, work.token_ids, work.prompt_len)
+    def ask_first_mask(self, request: DecodeRequest) -> None:
+        """Compute the mask of what follows the request's tokens, if it has a grammar."""
+        work = request.work
+        if work.sampling.grammar is None:
+            return
+        state = request.grammar_state = GrammarState()
+        self._masks.ask(request, work.sampling.grammar, state, work.token_ids, work.prompt_len)
 
     def ask_mask(self, choice: DecodeChoice) -> None:
         """A sequence has got a token: compute the mask of the next one, if it has a grammar."""

@@ -40,9 +40,9 @@ _FIRST_ROWS, _FIRST_BLOCKS = 8, 8
 _last = itemgetter(-1)
 _Rows = np.ndarray[Any, np.dtype[np.void]]
 
-_ENDS = np.dtype([("num_tokens", "i8"), ("plain", "?"), ("ignores_eos", "?")])
+_ENDS = np.dtype([("num_tokens", "i8"), ("plain", "?"), ("ignores_eos", "?"), ("special", "?")])
 """How a sequence ends: with its `num_tokens`-th token, and by the model's ending tokens unless it `ignores_eos`. A
-sequence that is not `plain` needs a closer look at each token."""
+sequence that is not `plain` needs a closer look at each token, as all do whose samples are `special`."""
 
 
 def next_sample(choice: DecodeChoice, position: int, draft: Sequence[int] = ()) -> Sample:
@@ -148,12 +148,15 @@ class Decoding:
         return positions_N if self._rows_D is None else positions_N[self._rows_D]
 
     def _report(self, token_ids: Sequence[int], which: Sequence[bool], report: StepReport) -> None:
-        members, positions = self._members, self._positions.tolist()
-        if members.one_gateway and all(which):
-            report.add_all(members.gateways[0], members.handles, positions, token_ids)
+        members, handles, positions = self._members, self._members.handles, self._positions.tolist()
+        if not members.one_gateway:
+            for columns in compress(zip(members.gateways, handles, positions, token_ids, strict=True), which):
+                report.add(*columns)
             return
-        for columns in compress(zip(members.gateways, members.handles, positions, token_ids, strict=True), which):
-            report.add(*columns)
+        if not all(which):
+            handles, positions = list(compress(handles, which)), list(compress(positions, which))
+            token_ids = list(compress(token_ids, which))
+        report.add_all(members.gateways[0], handles, positions, token_ids)
 
 
 class DecodeColumns:
@@ -170,7 +173,7 @@ class DecodeColumns:
         self._num_blocks_S = np.zeros(_FIRST_ROWS, np.int64)
         """Blocks of each row of `_tables_SM`."""
         self._tables_S: list[Sequence[int]] = [()] * _FIRST_ROWS
-        """The table that each row of `_tables_SM` is a copy of. A sequence that loses its blocks gets another table."""
+        """The table that each row of `_tables_SM` is a copy of. A sequence that loses blocks gets another table."""
         self._written: list[Sequence[int]] = []
         """The block tables of `_members`, as last copied."""
         self._members = self._seat([])
@@ -232,6 +235,7 @@ class DecodeColumns:
             if choice not in rows:
                 rows[choice] = self._fill(choice)
         rows_D = np.fromiter((rows[each] for each in choices), np.int64, len(choices))
+        ends_D = self._ends_S[rows_D]
         gateways = [each.request.gateway for each in choices]
         self._written = [self._tables_S[row] for row in rows_D.tolist()]
         return _Members(
@@ -242,8 +246,8 @@ class DecodeColumns:
             len(set(gateways)) == 1,
             rows_D,
             self._parameters_S[rows_D],
-            self._ends_S[rows_D],
-            [index for index, each in enumerate(choices) if special(each.sequence.sampling)],
+            ends_D,
+            np.flatnonzero(ends_D["special"]).tolist(),
         )
 
     def _fill(self, choice: DecodeChoice) -> int:
@@ -254,8 +258,9 @@ class DecodeColumns:
         sequence = choice.sequence
         sampling = sequence.sampling
         self._parameters_S[row] = parameters(sampling, sequence.choice)
-        plain = not special(sampling) and not sampling.stop_token_ids
-        self._ends_S[row] = sequence.most_tokens(self._max_sequence_tokens), plain, sampling.ignore_eos
+        most, is_special = sequence.most_tokens(self._max_sequence_tokens), special(sampling)
+        plain = not is_special and not sampling.stop_token_ids
+        self._ends_S[row] = most, plain, sampling.ignore_eos, is_special
         return row
 
     def _update_tables(self) -> Ints:
@@ -263,9 +268,10 @@ class DecodeColumns:
         rows_D = self._members.rows_D
         tables = [each.block_table for each in self._members.sequences]
         num_blocks_D = np.fromiter(map(len, tables), np.int64, len(tables))
+        # A table that is the same object has got further blocks at most.
         changed_D = num_blocks_D != self._num_blocks_S[rows_D]
         if any(map(is_not, tables, self._written)):
-            changed_D[:] = True
+            changed_D |= np.fromiter(map(is_not, tables, self._written), np.bool_, len(tables))
         if changed_D.any():
             longest = int(num_blocks_D.max())
             if longest > self._tables_SM.shape[1]:

@@ -296,15 +296,16 @@ class DecodeCore:
             if request not in self.arrivals:
                 message = "there is no room for the sequence at once; where it is, it can go on"
                 self.book.fail(request, Cause.CAPACITY, message)
-            elif work.sampling.grammar is not None:
-                self.book.ask_first_mask(request, work.sampling.grammar)
+            else:
+                self.book.ask_first_mask(request)
         elif pull is not None:
             request.enter(RequestEvent.ATTACH)
             vocab_size = self.engine.runner.config.vocab_size
             self.pulls.begin(pull, lambda tokens: _fits(tokens, work, vocab_size))
         elif work.sampling.grammar is not None:
             request.enter(RequestEvent.MASK)
-            self.book.ask_first_mask(request, work.sampling.grammar)
+            self.scheduler.entrance.look_up(request)  # heartbeats tell how much of the prompt is not cached
+            self.book.ask_first_mask(request)
         else:
             self.scheduler.want(request, now)
 
@@ -354,6 +355,8 @@ class DecodeCore:
             message = f"the source offers {num_blocks} blocks for a prompt of {expected}"
             self.pulls.abandon(pull, Cause.TRANSFER, message)
             return
+        # The grammar is compiled while the source computes the prompt. Offers open in the order in which it does so.
+        self.book.ask_first_mask(request)
         self.scheduler.want(request, self._agenda.now)
 
     def _on_pulled(self, pulled: Pulled) -> None:
@@ -363,7 +366,7 @@ class DecodeCore:
             return
         request = self.book.requests[pulled.pull.key.request]
         request.prompt_times = pulled.pull.prompt_times
-        self._masks.forget(request.grammar_state)  # a sequence that has moved here asks anew, for all of its tokens
+        self._masks.forget(request.grammar_state)  # the sequences ask anew, for all of their tokens
         self.scheduler.settled(request, pulled.block_ids, pulled.first_tokens, self._agenda.now)
         for choice in request.choices:
             if choice.finish_reason is not None:
@@ -432,7 +435,7 @@ class DecodeCore:
         for request in [request for request in self.book.requests.values() if request.deadline <= now]:
             state = "decoding"
             if not request.choices:
-                state = "computing the prompt" if request.pull is None else request.pull.state.value
+                state = request.state.value if request.pull is None else request.pull.state.value
             self.book.fail(request, Cause.DEADLINE, f"the request's time ran out in the decode worker, {state}")
         self.front.tick(now)
 
@@ -452,7 +455,7 @@ class DecodeCore:
         for request in self.book.requests.values():
             assert (request.state is RequestState.RUNNING) == bool(request.choices), request.story
             masked = request.grammar_state in self._masks
-            assert masked == (request.state is RequestState.MASKING) or request.work.moving, request.story
+            assert masked == (request.state is RequestState.MASKING) or request.pull is not None, request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING
             assert attaching or request.state is not RequestState.ATTACHING, request.story
 

@@ -83,11 +83,19 @@ class Entrance:
         """The request waits for room: its offer is open, or its prompt is to be computed here."""
         work = request.work
         request.enter(RequestEvent.WANT)
-        request.chain.extend(work.token_ids, len(work.token_ids))
+        self.look_up(request)
         num_tokens = 0 if request.pull is not None else len(work.token_ids)
         deadline = due_at(request.arrived, self._policy.ttft_target_s(work.tier), num_tokens, self._costs)
         self.waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
         self._look_again = True
+
+    def look_up(self, request: DecodeRequest) -> list[int]:
+        """The leading blocks of the request's tokens that the prefix cache has, and may be used; their tokens are
+        noted."""
+        request.chain.extend(request.work.token_ids, len(request.work.token_ids))
+        held = self._pool.match(request.chain.hashes[: self._num_usable(request)])
+        request.num_cached = len(held) * self._policy.block_size
+        return held
 
     def want_again(self, request: DecodeRequest) -> None:
         """The request, which had room, waits again."""
@@ -242,23 +250,23 @@ class Entrance:
     def _admit(self, request: DecodeRequest, now: float, granted: list[Reservation]) -> bool:
         work = request.work
         num_tokens, size = len(work.token_ids), self._policy.block_size
-        # A prompt that is computed here always computes its last token, for its logits; and every token if all are to
-        # be scored.
-        usable = (num_tokens if request.pull is not None else num_tokens - 1) // size
-        if work.prompt_logprobs is not None:
-            usable = 0
-        held = self._pool.match(request.chain.hashes[:usable])
+        held = self.look_up(request)
         # If even an empty pool has too few blocks for all forks, those without a block begin preempted.
         num_spare = self._pool.num_blocks - self._policy.blocks_for(num_tokens)
         num_forks = min(len(work.choices) - 1, num_spare) if num_tokens % size else 0
         num_new = self._policy.blocks_for(num_tokens) - len(held) + num_forks
         order = self._num_orders
-        # The first choice holds what is allocated now; each fork holds one block, if the prompt's last one is not full.
-        private = [num_new - num_forks, *(int(index < num_forks) for index in range(len(work.choices) - 1))]
-        newcomers = [
-            (self._admission.steps_left(work, num_tokens + 1, quantile_of(order + index)), num_private)
-            for index, num_private in enumerate(private)
+        steps = [
+            self._admission.steps_left(work, num_tokens + 1, quantile_of(order + index))
+            for index in range(len(work.choices))
         ]
+        # If the prompt's last block is not full, each choice that begins with blocks has its own. Others are shared:
+        # they are free once the last of these choices has ended.
+        private = [num_new - num_forks, *(int(index < num_forks) for index in range(len(work.choices) - 1))]
+        num_begin = 1 + num_forks if num_tokens % size else len(work.choices)
+        last = max(range(num_begin), key=steps.__getitem__)
+        private[0], private[last] = private[last], private[0]
+        newcomers = list(zip(steps, private, strict=True))
         if not self._has_room(work.tier.rank, num_new, held, newcomers, at_once=work.moving):
             return False
         self.waiting.take(request, now)
@@ -280,9 +288,34 @@ class Entrance:
             granted.append(Reservation(request, blocks, len(held)))
         else:
             request.enter(RequestEvent.COMPUTE)
-            request.num_cached = len(held) * size
             self._prompts.add(request, None, work.token_ids, request.num_cached, blocks, now)
         return True
+
+    def _num_usable(self, request: DecodeRequest) -> int:
+        """Leading blocks of the request's tokens that may come from the prefix cache. A prompt that is computed here
+        always computes its last token, for its logits; and every token if all are to be scored."""
+        if request.work.prompt_logprobs is not None:
+            return 0
+        return (len(request.work.token_ids) - (request.pull is None)) // self._policy.block_size
+
+    def match_again(self) -> None:
+        """A step has computed chunks of prompts. Other prompts that are computed here, and begin like one of these, get
+        its blocks for tokens that they have not computed, and release their own. No step may be in flight, so these are
+        free at once."""
+        size = self._policy.block_size
+        for request, prompt in self._prompts.of_requests.items():
+            start, names = prompt.num_computed // size, request.chain.hashes
+            found = self._pool.match(names[index] for index in range(start, self._num_usable(request)))
+            if not found:
+                continue
+            end, table = start + len(found), prompt.block_table
+            self._pool.share(found)
+            self._pool.release(table[start:end])
+            num_found = end * size - prompt.num_computed
+            request.num_cached += num_found
+            self.num_prefix_hit += 0 if request.sent_back else num_found
+            self._prompts.found(prompt, [*table[:start], *found, *table[end:]], end * size)
+            self._admission.found(request, len(found))
 
     def _next_preempted(self) -> DecodeChoice | None:
         """The preempted sequence that comes back first. Its mask must be known, because the last chunk may sample a

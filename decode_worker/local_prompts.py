@@ -55,17 +55,15 @@ class LocalPrompts:
     ) -> None:
         """Compute the tokens from `num_computed` on: those of a preempted sequence, or (without one) of the request's
         prompt. It ages from `now` on."""
-        tier = request.work.tier
-        order = request.order if choice is None else choice.order
-        num_left = len(token_ids) - num_computed
-        urgency = (tier.rank, due_at(request.arrived, self._policy.ttft_target_s(tier), num_left, self._costs), order)
-        prompt = LocalPrompt(request, choice, token_ids, num_computed, block_table, urgency)
+        rank, order = request.work.tier.rank, request.order if choice is None else choice.order
+        urgency = (rank, self._due_at(request, len(token_ids) - num_computed), order)
+        prompt = LocalPrompt(request, choice, token_ids, num_computed, block_table, urgency, ages_from=now)
         if choice is None:
             self.of_requests[request] = prompt
         else:
             self.of_sequences[choice] = prompt
         self._chunks.add(prompt, now)
-        self._newest.add(prompt, (-tier.rank, -order))
+        self._newest.add(prompt, (-rank, -order))
 
     def budget(self, decodes: Collection[DecodeChoice], most: int, now: float) -> int:
         """Most prompt tokens of a step while these sequences decode, in it or right after it: at most `most`.
@@ -133,6 +131,16 @@ class LocalPrompts:
                 request.started_at = now
         return chunks
 
+    def found(self, prompt: LocalPrompt, block_table: Sequence[int], num_computed: int) -> None:
+        """The KV of more leading tokens is known: `block_table` has it up to `num_computed`. No step in flight may
+        compute a chunk of the prompt. What is left takes less time, so the prompt is due sooner."""
+        assert not self._chunks.in_flight(prompt), prompt.request.story
+        self._chunks.remove(prompt)
+        prompt.block_table, prompt.num_computed = block_table, num_computed
+        rank, due_at_s, order = prompt.urgency
+        prompt.urgency = (rank, min(due_at_s, self._due_at(prompt.request, prompt.num_uncomputed)), order)
+        self._chunks.add(prompt, prompt.ages_from)
+
     def step_done(self, chunks: Sequence[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
         """A step has ended; returns its chunks of prompts that are still here."""
         return self._chunks.step_done(chunks)
@@ -151,6 +159,10 @@ class LocalPrompts:
     def newest(self) -> LocalPrompt | None:
         """The newest one of the lowest tier."""
         return self._newest.first()
+
+    def _due_at(self, request: DecodeRequest, num_left: int) -> float:
+        target_s = self._policy.ttft_target_s(request.work.tier)
+        return due_at(request.arrived, target_s, num_left, self._costs)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

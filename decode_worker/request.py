@@ -275,14 +275,15 @@ class DecodeRequest:
     ahead: PullTimes | None = None
     """If a sequence moves here: times and bytes of the reads made before it was cut."""
     grammar_state: GrammarState | None = None
-    """State of the grammar before the first token, if the prompt is computed here. If a sequence moves here, the state
-    of its tokens, which becomes the sequence's. None without a grammar."""
+    """State of the grammar after `work.token_ids`; None without a grammar. If there is a pull, it becomes the state of
+    the first choice's sequence."""
     prompt_times: PromptTimes | None = None
     """How long the first tokens took, here or at the source."""
     started_at: float | None = None
     """Monotonic seconds at which the first chunk of the prompt was planned here."""
     num_cached: int = 0
-    """If the prompt is computed here: leading tokens whose KV the prefix cache had."""
+    """Tokens whose KV the prefix cache had when they were last looked up. If the prompt is computed here, also those
+    that it has got since, before they were computed."""
     begun_at: float | None = None
     """Monotonic seconds at which all KV was valid here and the choices began."""
     order: int = 0
@@ -340,6 +341,8 @@ class LocalPrompt:
     block_table: Sequence[int]
     urgency: tuple[int, float, int]
     """(rank of the tier, deadline, order). The smallest comes first."""
+    ages_from: float
+    """Monotonic seconds from which it ages."""
 
     @property
     def num_uncomputed(self) -> int:

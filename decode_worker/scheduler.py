@@ -82,11 +82,12 @@ class DecodeScheduler:
         return len(self.entrance.waiting) + self.batch.num_ready
 
     def num_uncomputed_of(self, request: DecodeRequest) -> int:
-        """Tokens of the request's prompt still to be computed here; 0 if it is pulled."""
+        """Tokens of the request's prompt still to be computed here; 0 if it is pulled. Before it has blocks, those that
+        were cached when it was last looked up do not count."""
         if request.pull is not None or request.choices:
             return 0
         prompt = self.prompts.of_requests.get(request)
-        return len(request.work.token_ids) if prompt is None else prompt.num_uncomputed
+        return len(request.work.token_ids) - request.num_cached if prompt is None else prompt.num_uncomputed
 
     @property
     def num_places(self) -> int:

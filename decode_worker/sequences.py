@@ -57,7 +57,7 @@ class Sequences:
             sequence = TokenSequence(
                 request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_computed, table
             )
-            if work.moving:
+            if index == 0 and request.pull is not None and request.grammar_state is not None:
                 sequence.grammar_state = request.grammar_state
             choice = DecodeChoice(
                 request,

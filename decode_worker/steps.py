@@ -105,6 +105,10 @@ class DecodeSteps:
         for chunk in self._scheduler.chunks_done(step.chunks):
             if self._chunk_done(chunk, scored[chunk]) and chunk.last:
                 self._computed(chunk.prompt, sampled[chunk])
+        # A prompt whose last chunk was in this step, and whose logits are no numbers, has failed, and nobody finds its
+        # blocks. Those of earlier chunks are found before any logits have proved them.
+        if step.chunks:
+            self._scheduler.entrance.match_again()
         self._answers.step_ended()
         self._learn(step, num_tokens, result)
         if not self._pool.num_in_flight:

@@ -12,6 +12,7 @@ from common.contract.messages.session import Heartbeat
 from common.contract.tiers import by_tier
 from common.runtime.config import MAX_DRAFT_TOKENS
 from common.runtime.probes import counter, gauge
+from decode_worker.request import RequestState
 
 if TYPE_CHECKING:
     from decode_worker.core import DecodeCore
@@ -78,7 +79,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
         number=number,
         steps=core.engine.num_steps,
         running=scheduler.batch.num_running - scheduler.num_idle + len(scheduler.prompts),
-        waiting=sum(not request.choices for request in requests),
+        waiting=scheduler.num_waiting,
         blocks_used=min(scheduler.num_expected, core.pool.num_blocks),
         blocks_total=core.pool.num_blocks,
         phase=core.front.phase,
@@ -131,8 +132,10 @@ def metrics(core: DecodeCore) -> Iterable[Metric]:
     yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", totals.prompt)
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", totals.scored)
     yield counter("baton_tokens_recomputed", "Tokens computed again after a preemption.", totals.recomputed)
-    load = sum(request.num_going_on for request in core.book.requests.values()) / scheduler.num_places
-    yield gauge("baton_decode_load", "Sequences here, those that wait included, by how many fit.", load)
+    # While a request is attaching, its prompt waits at the source, and more decode workers would not help it.
+    here = (request for request in core.book.requests.values() if request.state is not RequestState.ATTACHING)
+    load = sum(request.num_going_on for request in here) / scheduler.num_places
+    yield gauge("baton_decode_load", "Sequences here, with those that wait for room, by how many fit.", load)
     yield gauge("baton_blocks_expected", "Most blocks in use from now on, as forecast.", scheduler.num_expected)
     yield counter("baton_block_steps", "Blocks in use, summed over the engine's steps.", totals.block_steps)
     yield gauge("baton_host_blocks_used", "Blocks of host memory in use.", scheduler.swap.num_used)

@@ -2,7 +2,8 @@
 
 Life cycle of a request in the prefill worker:
 
-    1. Prefill arrives from a gateway. The request waits for blocks.
+    1. Prefill arrives from a gateway. The request waits for blocks, also while another prompt is about to compute
+       some of them.
     2. The request is admitted: it gets blocks for the whole prompt, the leading of which may be cached here. If another
        worker holds more of the prompt, and a pull is cheaper than computing, that part is pulled first
        (`prefix_pulls`).
@@ -86,6 +87,9 @@ class PrefillCore:
         layout = engine.runner.layout
         self.block_size = layout.block_size
         self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
+        self.prefix_pulls = PrefixPulls(
+            me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
+        )
         self.scheduler = PrefillScheduler(
             self.pool,
             block_size=self.block_size,
@@ -96,6 +100,7 @@ class PrefillCore:
             ttft_target_s=settings.ttft_target_s,
             costs=engine.costs,
             most_samples=_SAMPLED_BYTES // (4 * engine.runner.config.vocab_size),
+            expected_pull=self.prefix_pulls.expected,
         )
         self._agenda = Agenda(self._decide)
         self.front: Front[PrefillRequest] = Front(
@@ -109,9 +114,6 @@ class PrefillCore:
             settings.unattached_ttl_s,
         )
         self.pulls, self.lender = self.front.pulls, self.front.lender
-        self.prefix_pulls = PrefixPulls(
-            me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
-        )
         self.requests = self.front.requests
         """Every request, from its arrival until its lease has ended."""
         self.masks: MaskAsks[PrefillRequest] = MaskAsks(self._agenda)
@@ -260,7 +262,7 @@ class PrefillCore:
     def _on_pulled(self, pull: Pull, block_ids: Sequence[int]) -> None:
         """The beginning of a prompt was pulled and is valid: compute the rest."""
         prefix = self.prefix_pulls.pulled(pull, self._agenda.now)
-        self.scheduler.resume(prefix.request, len(block_ids) * self.block_size)
+        self.scheduler.resume(prefix.request, len(block_ids) * self.block_size, self._agenda.now)
         self.pool.release(block_ids)
         self.steps.offer(prefix.request)
 
@@ -274,7 +276,7 @@ class PrefillCore:
         if pull.quarantined:
             self.scheduler.requeue(request)
         else:
-            self.scheduler.resume(request, request.num_computed)
+            self.scheduler.resume(request, request.num_computed, self._agenda.now)
             self.steps.offer(request)
 
     # --- leases --------------------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class PrefillCore:
     def _on_unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> None:
         """A request's lease has ended, so the request has ended, too, unless a newer attempt has begun."""
         self.pool.release(block_ids)
-        self.scheduler.holdings.unpinned(key)
+        self.scheduler.holdings.end(key)
         request = self.requests.get(key.request)
         if request is not None and request.key == key:
             del self.requests[key.request]
@@ -351,6 +353,9 @@ class PrefillCore:
         scheduled = {PromptState.WAITING, PromptState.RUNNING, PromptState.ON_HOLD}
         assert {r for r in self.requests.values() if r.state in scheduled} == set(self.scheduler.requests())
         assert {r for r in self.requests.values() if r.state is PromptState.MASKING} == set(self.masks.subjects())
+        holders = {PromptState.RUNNING, PromptState.ON_HOLD, PromptState.COMPUTED}
+        holding = {r.key for r in self.requests.values() if r.state in holders}
+        assert holding == set(self.scheduler.holdings.keys())
         for request in self.requests.values():
             assert request.state not in (PromptState.ARRIVED, PromptState.ENDED), request.story
             offered = request.state in (PromptState.RUNNING, PromptState.COMPUTED)

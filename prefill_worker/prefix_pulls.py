@@ -60,6 +60,8 @@ class PrefixPull:
     began: float
     until: float
     """Monotonic seconds at which the pull is given up and the prompt computed."""
+    num_at_once: int
+    """Number of pulls under way when it began, itself included: they share the network."""
     num_blocks: int = 0
     """Number of blocks that the source offered."""
 
@@ -67,8 +69,8 @@ class PrefixPull:
 class PrefixPulls:
     """The pulls under way, by their own request ids.
 
-    A prompt waits for its pull for `patience_s` seconds, or for twice the time that computing would take, if that is
-    longer.
+    A prompt waits for its pull for `patience_s` seconds, or for twice the time that computing would take, times the
+    number of pulls under way, if that is longer.
     """
 
     def __init__(
@@ -99,36 +101,55 @@ class PrefixPulls:
             return self._costs.prompt_s_per_token
         return self._s_per_block / self._block_size
 
+    def expected(self, request: PrefillRequest, num_here: int, now: float) -> int:
+        """Leading tokens of the prompt that are here after a pull, if `choose` is expected to begin one at `now`; else
+        0. Before it, `num_here` tokens are here, in full blocks."""
+        if len(self._pulls) >= MAX_PULLS:
+            return 0
+        num_new = self._num_new(request, num_here, now)
+        pays = self._when == "always" or self._pull_s(num_new) < self._compute_s(num_new)
+        return num_here + num_new * self._block_size if num_new and pays else 0
+
     def choose(self, request: PrefillRequest, now: float) -> PrefixPull | None:
         """Choose once, for a request that has its blocks, whether to pull. Returns the pull, which counts as under way
         and which the caller begins. Returns None if no other worker holds more of the prompt than this one, if the
         pull is not expected to be faster than computing (the setting may override that), or if the last pull from that
         worker has just failed."""
-        hint = request.work.prefix
-        if self._when == "never" or hint is None or hint.source.incarnation == self._me:
+        if len(self._pulls) >= MAX_PULLS:
             return None
-        if request.prefix_tried or len(self._pulls) >= MAX_PULLS:
-            return None
+        hint, num_new = request.work.prefix, self._num_new(request, request.num_computed, now)
         request.prefix_tried = True
-        if now < self._pauses.get(hint.source.incarnation, (0.0, 0.0))[1]:
+        if hint is None or not num_new:
             return None
-        # The last token is always computed, for its logits.
-        end = min(hint.num_tokens, len(request.work.token_ids) - 1) // self._block_size
-        end = min(end, MAX_PREFIX_BLOCKS)
-        num_new = end - request.num_computed // self._block_size
-        if num_new <= 0:
-            return None
-        pull_s = _LATENCY_S + num_new * self._s_per_block
-        compute_s = num_new * self._block_size * self._costs.prompt_s_per_token
-        if self._when == "cost" and pull_s >= compute_s:
+        compute_s = self._compute_s(num_new)
+        if self._when == "cost" and self._pull_s(num_new) >= compute_s:
             if compute_s > _LATENCY_S:  # else it is too short at any speed
                 self._s_per_block = max(self._least_s_per_block, self._s_per_block * _FORGETTING)
             return None
-        hashes = tuple(request.block_hashes[:end])
+        hashes = tuple(request.block_hashes[: request.num_computed // self._block_size + num_new])
         pull = Pull(hint.source, AttachPrefix(request=new_request_id(), attempt=1, block_hashes=hashes))
-        prefix = PrefixPull(pull, request, now, now + max(self._patience_s, 2 * compute_s))
-        self._pulls[pull.key] = prefix
+        num_at_once = len(self._pulls) + 1
+        until = now + max(self._patience_s, 2 * compute_s * num_at_once)
+        prefix = self._pulls[pull.key] = PrefixPull(pull, request, now, until, num_at_once)
         return prefix
+
+    def _num_new(self, request: PrefillRequest, num_here: int, now: float) -> int:
+        """Number of blocks that a pull could bring beyond the `num_here` tokens that are here; 0 if nothing is to be
+        pulled from there, or was decided before."""
+        hint = request.work.prefix
+        if self._when == "never" or hint is None or hint.source.incarnation == self._me or request.prefix_tried:
+            return 0
+        if now < self._pauses.get(hint.source.incarnation, (0.0, 0.0))[1]:
+            return 0
+        # The last token is always computed, for its logits.
+        end = min(hint.num_tokens, len(request.work.token_ids) - 1) // self._block_size
+        return max(0, min(end, MAX_PREFIX_BLOCKS) - num_here // self._block_size)
+
+    def _pull_s(self, num_blocks: int) -> float:
+        return _LATENCY_S + num_blocks * self._s_per_block
+
+    def _compute_s(self, num_blocks: int) -> float:
+        return num_blocks * self._block_size * self._costs.prompt_s_per_token
 
     def find(self, pull: Pull) -> PrefixPull:
         """The pull under way whose sink is `pull`."""
@@ -143,7 +164,7 @@ class PrefixPulls:
         prefix = self._end(pull, now)
         self._pauses.pop(pull.source.incarnation, None)
         num_read = prefix.num_blocks - prefix.request.num_computed // self._block_size
-        self._observe(max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_read))
+        self._observe(self._seen_s_per_block(prefix, num_read, now))
         self.num_tokens_pulled += num_read * self._block_size
         self.ended["pulled"] += 1
         return prefix
@@ -158,8 +179,14 @@ class PrefixPulls:
             self._pause(pull.source, now)
         elif now >= prefix.until:
             num_new = len(pull.block_hashes or ()) - prefix.request.num_computed // self._block_size
-            self._observe(max(self._s_per_block, (now - prefix.began - _LATENCY_S) / max(1, num_new)))
+            self._observe(max(self._s_per_block, self._seen_s_per_block(prefix, num_new, now)))
         return prefix
+
+    def _seen_s_per_block(self, prefix: PrefixPull, num_blocks: int, now: float) -> float:
+        """Seconds that a block of a pull that has just ended would have taken alone. Pulls share the network; how many
+        there are is looked at when the pull begins and when it ends."""
+        num_at_once = max(prefix.num_at_once, len(self._pulls) + 1)
+        return max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_blocks) / num_at_once
 
     def _pause(self, source: Source, now: float) -> None:
         """Pull nothing from `source` for a while, unless it is paused already and the pull had begun before."""

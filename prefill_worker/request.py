@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,7 @@ from common.engine.block_pool import BlockPool
 from common.engine.grammar import GrammarState
 from common.runtime.state_tables import follow
 from common.scheduling.chunked_prefill import Urgency
+from common.scheduling.turns import MAX_PASSED
 
 
 class PromptState(StrEnum):
@@ -88,12 +90,11 @@ class PrefillRequest:
     urgency: Urgency = (0, 0.0, 0)
     """Set at admission: (rank of the tier, monotonic seconds by which the first token is due, admission number)."""
     length: int = 0
-    """Uncomputed tokens when the request was last enqueued, admitted or resumed."""
+    """Uncomputed tokens when the request was last looked up while it waited, admitted or resumed."""
     block_hashes: Sequence[BlockHash] = ()
     """Names of the prompt's full blocks."""
     num_cached: int = 0
-    """Leading tokens that the prefix cache had at admission; before admission, those that it had when the request was
-    enqueued."""
+    """Leading tokens that the prefix cache had at admission; before admission, those that it had when last asked."""
     matched: list[int] = field(default_factory=list)
     """While the request waits: blocks of its beginning that the prefix cache had when last asked."""
     matched_at: int = 0
@@ -101,6 +102,9 @@ class PrefillRequest:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Leading tokens whose KV is in `block_table`."""
+    num_coming: int = 0
+    """Leading tokens that are here once a pull has ended that is under way or, while the request waits, was expected
+    when `num_cached` was found; 0 without one."""
     num_found: int = 0
     """Those of `num_computed` that were computed for other requests: cached here, or pulled."""
     num_passed: int = 0
@@ -167,7 +171,31 @@ class PrefillRequest:
         self.matched += pool.match(self.block_hashes[index] for index in unmatched)
         return self.matched
 
+    def num_alike(self, other: PrefillRequest, start: int) -> int:
+        """Number of full blocks, from block `start` on, up to which this prompt and `other` are the same."""
+        ours, theirs = self.block_hashes, other.block_hashes
+        blocks = range(start, min(len(ours), len(theirs)))
+        if not blocks or ours[start] != theirs[start]:
+            return 0
+        return bisect_left(blocks, True, key=lambda block: ours[block] != theirs[block])
+
     @property
     def num_uncomputed(self) -> int:
-        """Tokens still to be computed. While the request waits, those that were not cached when it was enqueued."""
-        return len(self.work.token_ids) - max(self.num_computed, self.num_cached)
+        """Tokens still to be computed. While the request waits, those that were neither cached nor to be pulled when it
+        was last looked up."""
+        return len(self.work.token_ids) - max(self.num_computed, self.num_cached, self.num_coming)
+
+    def check_invariants(self, pool: BlockPool, block_size: int) -> None:
+        """Assert what must hold between any two events while the scheduler has the request."""
+        if self.state is PromptState.WAITING:
+            assert not self.block_table, self.story
+            assert self.num_computed == 0
+            assert self.num_passed <= MAX_PASSED
+            assert self.length == self.num_uncomputed
+            if self.matched_at == pool.num_names_lost:
+                assert self.matched == pool.match(self.block_hashes[: len(self.matched)])
+        else:
+            assert len(self.block_table) == -(-len(self.token_ids) // block_size), self.story
+            assert 0 <= self.num_cached <= self.num_computed < len(self.token_ids)
+            assert all(pool.ref_count(block) > 0 for block in self.block_table)
+            assert self.state is PromptState.ON_HOLD or not self.num_coming

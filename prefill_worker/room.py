@@ -1,33 +1,27 @@
 """Inputs of the prefill scheduler's decisions.
 
 `TierHoldings` bounds the blocks that each tier may hold; `Horizon` bounds how far ahead of the engine prompts are
-admitted; `Backlog` counts the work that stands before a prompt. Pure state, for one scheduler.
+admitted; `worth_waiting_for` names the prompts that compute what another one needs; `Backlog` counts the work that
+stands before a prompt. Pure state, for one scheduler.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from common.contract.ids import RequestKey
 from common.contract.messages.fields import MAX_TOKENS
 from common.contract.tiers import Tier
 from common.scheduling.chunked_prefill import Prompt, Urgency
+from common.scheduling.costs import Costs
+from prefill_worker.request import PrefillRequest
 
 MOST_OF_POOL = {Tier.STANDARD: 7 / 8, Tier.BATCH: 3 / 4}
 """Largest share of the pool that a tier, together with those below it, may hold, in prompts that are computed and in
 offers that wait for decode workers. So an interactive prompt finds room even if offers of lower tiers, which nobody
 reads, fill the rest."""
-
-
-@dataclass(slots=True)
-class _Holding:
-    tier: Tier
-    blocks: tuple[int, ...]
-    done: bool = False
-    pinned: bool = True
 
 
 class TierHoldings:
@@ -43,7 +37,7 @@ class TierHoldings:
         """Tier → for each block, the number of requests of this or a lower tier that hold it."""
         self._num_blocks = dict.fromkeys(MOST_OF_POOL, 0)
         self._num_requests = dict.fromkeys(Tier, 0)
-        self._holdings: dict[RequestKey, _Holding] = {}
+        self._holdings: dict[RequestKey, tuple[Tier, tuple[int, ...]]] = {}
 
     def has_room(self, tier: Tier, cached: Sequence[int], num_new: int) -> bool:
         """Whether a request of `tier` may hold the blocks `cached` and `num_new` more.
@@ -61,50 +55,40 @@ class TierHoldings:
 
     def begin(self, key: RequestKey, tier: Tier, blocks: Iterable[int]) -> None:
         """A request was admitted with these blocks."""
-        holding = self._holdings[key] = _Holding(tier, tuple(blocks))
+        held = tuple(blocks)
+        self._holdings[key] = tier, held
         self._num_requests[tier] += 1
         for limited in _counted_in(tier):
             holders = self._holders[limited]
-            for block in holding.blocks:
+            for block in held:
                 self._num_blocks[limited] += holders[block] == 0
                 holders[block] += 1
 
-    def computed(self, key: RequestKey) -> None:
-        """The request was computed; from now on only its lease keeps its blocks."""
-        holding = self._holdings[key]
-        holding.done = True
-        if not holding.pinned:
-            self.end(key)
-
-    def unpinned(self, key: RequestKey) -> None:
-        """The request's lease has ended. Does nothing if the request holds nothing."""
-        holding = self._holdings.get(key)
-        if holding is not None:
-            holding.pinned = False
-            if holding.done:
-                self.end(key)
-
     def end(self, key: RequestKey) -> None:
-        """Remove a request."""
-        holding = self._holdings.pop(key)
-        self._num_requests[holding.tier] -= 1
-        for limited in _counted_in(holding.tier):
+        """The request was given up, or its lease has ended. A lease ends only after its request was computed or given
+        up. Does nothing if the request holds nothing."""
+        if key not in self._holdings:
+            return
+        tier, blocks = self._holdings.pop(key)
+        self._num_requests[tier] -= 1
+        for limited in _counted_in(tier):
             holders = self._holders[limited]
-            for block in holding.blocks:
+            for block in blocks:
                 holders[block] -= 1
                 self._num_blocks[limited] -= holders[block] == 0
 
+    def keys(self) -> Collection[RequestKey]:
+        """The requests that hold blocks."""
+        return self._holdings.keys()
+
     def check_invariants(self, tables: Mapping[RequestKey, Sequence[int]]) -> None:
-        """Assert that the counts are right, and that `tables` has exactly the requests that are not done, with their
-        blocks."""
+        """Assert that the counts are right, and that each request of `tables` holds the blocks of its table."""
         for tier, holders in self._holders.items():
-            held = Counter(b for h in self._holdings.values() if h.tier.rank >= tier.rank for b in h.blocks)
+            held = Counter(b for by, blocks in self._holdings.values() if by.rank >= tier.rank for b in blocks)
             assert all(num == held[block] for block, num in enumerate(holders))
             assert self._num_blocks[tier] == len(held)
-        assert self._num_requests == {tier: sum(h.tier is tier for h in self._holdings.values()) for tier in Tier}
-        assert all(holding.pinned or not holding.done for holding in self._holdings.values())
-        here = {key: holding.blocks for key, holding in self._holdings.items() if not holding.done}
-        assert here == {key: tuple(table) for key, table in tables.items()}
+        assert self._num_requests == {tier: sum(by is tier for by, _ in self._holdings.values()) for tier in Tier}
+        assert all(self._holdings[key][1] == tuple(table) for key, table in tables.items())
 
 
 def _counted_in(tier: Tier) -> list[Tier]:
@@ -112,10 +96,11 @@ def _counted_in(tier: Tier) -> list[Tier]:
 
 
 class Horizon:
-    """The most urgent running prompts of some tiers, as many as the next steps can give a chunk.
+    """The most urgent ones of some prompts with blocks, as many as the next steps can give a chunk.
 
     A less urgent prompt would hold blocks without being computed. If it is admitted later, more of its prefix may be
-    cached, and another tenant's prompt may come first.
+    cached, and another tenant's prompt may come first. Prompts on hold count with all that they lack now, though a pull
+    brings most of it: they hold blocks for all of it.
     """
 
     def __init__(self, prompts: Iterable[Prompt], first_rank: int, num_tokens: int, chunk_size: int) -> None:
@@ -136,7 +121,7 @@ class Horizon:
         rank, deadline, order = prompt.urgency
         if rank < self._first_rank:
             return
-        size = min(prompt.num_uncomputed, self._chunk_size)
+        size = min(len(prompt.token_ids) - prompt.num_computed, self._chunk_size)
         heapq.heappush(self._heap, (-rank, -deadline, -order, size))
         self._num_within += size
         while self._num_within - self._heap[0][3] >= self._num_tokens:
@@ -146,6 +131,27 @@ class Horizon:
         """Whether a prompt of this urgency, if admitted now, would be among them."""
         rank, deadline, order = urgency
         return self._num_within < self._num_tokens or (-rank, -deadline, -order) > self._heap[0][:3]
+
+
+def worth_waiting_for(
+    request: PrefillRequest, urgency: Urgency, running: Iterable[PrefillRequest], block_size: int, costs: Costs
+) -> Iterator[PrefillRequest]:
+    """The prompts of `running` that are about to compute blocks which `request` needs after those that are cached.
+
+    These blocks must save the fixed time of a step. And the other prompt must come soon: before `request`, which would
+    have `urgency`, or due later by no more than the time that is saved; so no prompt of a lower tier is one.
+    """
+    num_cached = request.num_cached // block_size
+    num_useful = (len(request.token_ids) - 1) // block_size
+    if num_cached >= num_useful or request.work.prompt_logprobs is not None:
+        return
+    rank, deadline, number = urgency
+    for other in running:
+        if other.num_computed < (num_cached + 1) * block_size:
+            num_alike = request.num_alike(other, num_cached)
+            saved_s = num_alike * block_size * costs.prompt_s_per_token
+            if num_alike and saved_s >= costs.step_s and other.urgency <= (rank, deadline + saved_s, number):
+                yield other
 
 
 class Backlog:

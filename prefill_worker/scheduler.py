@@ -2,7 +2,8 @@
 
 When a request is admitted, it gets every block that its prompt needs. So an admitted prefill never waits for another
 request, and the pools cannot deadlock: a decode worker reserves its blocks only after this. Blocks of the prompt's
-beginning that the prefix cache has are shared; only the rest is allocated and computed.
+beginning that the prefix cache has are shared; only the rest is allocated and computed. A prompt is not admitted while
+a running one is about to compute blocks that it needs, too: it finds them in the prefix cache afterwards.
 
 Pure state: it takes requests, finished steps and a time, and returns decisions. A decision costs much less than a pass
 over all waiting requests.
@@ -13,7 +14,7 @@ The life cycle of a request is `prefill_worker.request.PROMPT_TABLE`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from common.contract.block_hashes import block_hashes
 from common.contract.ids import RequestId
@@ -24,12 +25,14 @@ from common.scheduling.costs import Costs
 from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.trials import Trials
-from common.scheduling.turns import MAX_PASSED, Passing, due_at
+from common.scheduling.turns import Passing, due_at
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
-from prefill_worker.room import Backlog, Horizon, TierHoldings
+from prefill_worker.room import Backlog, Horizon, TierHoldings, worth_waiting_for
 
 LOOK_AHEAD = 16
 """Waiting requests that are tried if the first of them does not fit."""
+LONGEST_LOOK = 128
+"""Waiting requests that are looked at, with those that are not tried because they wait for other prompts."""
 SHARED_STEP_S = 0.1
 """Longest expected duration, in seconds, of a step that several prompts share. Each prompt waits for the end of the
 step, and so is delayed by those that came after it; longer steps do not compute faster."""
@@ -38,6 +41,8 @@ LEAST_CHUNK_TOKENS = 64
 times as long as chunks of 512 do, and smaller ones longer."""
 STEPS_AHEAD = 2
 """Steps for which prompts are admitted: the next one, and one more, so that leases and pulls begin early."""
+_Horizons = Mapping[Tier, tuple[Horizon, Horizon]]
+"""Tier → the horizon of prompts that are computed, and that of prompts on hold."""
 
 
 class PrefillScheduler:
@@ -59,19 +64,23 @@ class PrefillScheduler:
         ttft_target_s: Callable[[Tier], float],
         costs: Costs,
         most_samples: int = sys.maxsize,
+        expected_pull: Callable[[PrefillRequest, int, float], int] = lambda request, num_here, now: 0,
     ) -> None:
-        """A step samples at most `most_samples` first tokens, or those of one prompt."""
+        """A step samples at most `most_samples` first tokens, or those of one prompt. `expected_pull` tells whether a
+        prompt is put on hold if it is admitted, as `PrefixPulls.expected` does."""
         self._pool = pool
         self._block_size = block_size
         self._chunk_size = chunk_size
         self._token_budget = token_budget
         self._max_waiting = max_waiting
+        self._ageing_s = ageing_s
         self._ttft_target_s = ttft_target_s
         self._longest_step_s = min(map(ttft_target_s, Tier)) / 2
         """Longest expected duration of a step. A prompt of any tier may arrive during any step, and waits for its end;
         if the next step is planned already, it waits for that one, too."""
         self._costs = costs
         self._most_samples = most_samples
+        self._expected_pull = expected_pull
         self._requests: dict[RequestId, PrefillRequest] = {}
         self.waiting: FairQueue[PrefillRequest] = FairQueue(ageing_s=ageing_s)
         """Requests without blocks."""
@@ -85,10 +94,8 @@ class PrefillScheduler:
         self._backlog_running = Backlog()
         self._num_admitted = 0
         self.trials = Trials()
-        self.num_prefix_queried = 0
-        """Tokens of admitted prompts."""
-        self.num_prefix_hit = 0
-        """Tokens of admitted prompts that the prefix cache had."""
+        self.num_prefix_queried = self.num_prefix_hit = 0
+        """Tokens of admitted prompts; those of them that the prefix cache had."""
 
     # --- what others want to know --------------------------------------------------------------------------------
 
@@ -105,9 +112,9 @@ class PrefillScheduler:
         held = ((request.tier, request.num_uncomputed) for request in self.on_hold)
         return by_tier((*queued, *held))
 
-    def full(self, num_coming: int = 0) -> bool:
-        """Whether a new request must be refused because too many wait. `num_coming` requests are about to be added."""
-        return len(self.waiting) + num_coming >= self._max_waiting
+    def full(self, num_expected: int = 0) -> bool:
+        """Whether a new request must be refused because too many wait. `num_expected` are about to be added."""
+        return len(self.waiting) + num_expected >= self._max_waiting
 
     def requests(self) -> list[PrefillRequest]:
         """Every request: waiting, running and on hold."""
@@ -120,11 +127,7 @@ class PrefillScheduler:
     def blocks_missing(self, now: float) -> int:
         """Number of blocks that must be released before the next waiting request fits; 0 if it fits, or if none waits
         for blocks."""
-        horizons = self._horizons(now)
-        for request in self.waiting.first(now, LOOK_AHEAD):
-            if not self._within(horizons, request, now):
-                continue
-            cached = request.cached(self._pool, self._block_size)
+        for request, cached in self._in_turn(self._horizons(now), now):
             num_new = self.blocks_for(request) - len(cached)
             if self.holdings.has_room(request.tier, cached, num_new):
                 coming = self._pool.num_free + self._pool.num_limbo  # limbo: free when the steps in flight end
@@ -146,30 +149,35 @@ class PrefillScheduler:
 
     def admit(self, now: float) -> list[PrefillRequest]:
         """Give blocks to waiting requests that fit and that the next steps can compute. The caller pins the blocks of
-        each returned request by a lease before the request is done, and reports the lease's end by `unpinned`."""
+        each returned request by a lease before the request is done, and reports the lease's end to `holdings`."""
         horizons = self._horizons(now)
         admitted: list[PrefillRequest] = []
         while newly := self._admit_some(horizons, now):
             admitted += newly
         return admitted
 
-    def hold(self, request: PrefillRequest) -> None:
-        """Compute nothing of `request`, which has just been admitted, until `resume`."""
+    def hold(self, request: PrefillRequest, num_coming: int) -> None:
+        """Compute nothing of `request`, which has just been admitted, until `resume`. A pull is expected to bring what
+        lacks of tokens `[0, num_coming)`."""
         assert request in self.running, request.key
         assert not self.running.in_flight(request), request.key
         self._stop(request)
         request.enter(PromptEvent.HOLD)
+        request.num_coming = num_coming
         self.on_hold.add(request)
 
-    def resume(self, request: PrefillRequest, num_computed: int) -> None:
+    def resume(self, request: PrefillRequest, num_computed: int, now: float) -> None:
         """Continue a request on hold. Its blocks hold valid KV of tokens `[0, num_computed)`; `num_computed` is a
-        multiple of the block size, and at least what it was before."""
+        multiple of the block size, and at least what it was before. With less to compute it may be due sooner."""
         assert request.num_computed <= num_computed < len(request.token_ids), (request.key, num_computed)
         assert num_computed % self._block_size == 0, (request.key, num_computed)
         self.on_hold.remove(request)
         request.enter(PromptEvent.RESUME)
         self._name(request, request.num_computed, num_computed)
         request.num_computed = request.num_found = num_computed
+        request.num_coming = 0
+        request.urgency = min(request.urgency, self._urgency(request, now))
+        self._num_admitted += 1
         self._compute(request)
 
     def requeue(self, request: PrefillRequest) -> None:
@@ -219,7 +227,7 @@ class PrefillScheduler:
             return self._token_budget
         num_first = next((num for prompt in self.running if (num := self.running.num_unscheduled(prompt))), 0)
         shared = int(min(SHARED_STEP_S, self._longest_step_s) / seconds_per_token)
-        if num_first and self.running.num_uncomputed * seconds_per_token <= self.running.due_at - now:
+        if num_first and self._backlog_running.num_tokens * seconds_per_token <= self.running.due_at - now:
             shared = min(shared, self.running.num_up_to_end(self._costs.enough_tokens, chunk_size, now))
         return min(self._token_budget, max(shared, min(num_first, chunk_size)))
 
@@ -236,7 +244,6 @@ class PrefillScheduler:
             self.waiting.charge(request.tier, request.tenant, chunk.end - chunk.start)
             self._name(request, chunk.start, chunk.end)
             if chunk.last:
-                self.holdings.computed(request.key)
                 request.enter(PromptEvent.COMPUTE)
                 self._forget(request)
         return live
@@ -254,18 +261,24 @@ class PrefillScheduler:
     def remove(self, request: PrefillRequest) -> None:
         """Remove a request, whatever its state, and release its blocks. Does nothing if it is not here."""
         if self._requests.get(request.key.request) is request:
-            if request.state is not PromptState.WAITING:
-                self.holdings.end(request.key)
+            self.holdings.end(request.key)
             self._forget(request)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def _enqueue(self, request: PrefillRequest) -> None:
-        request.num_cached = len(request.cached(self._pool, self._block_size)) * self._block_size
-        request.length = request.num_uncomputed
+        self._look_up(request, request.arrived)
         deadline = self._expected_end(request, self._backlog_waiting, request.arrived)
         self._backlog_waiting.change(request.tier, request.length, request.length)
         self.waiting.add(request, tier=request.tier, tenant=request.tenant, deadline=deadline, now=request.arrived)
+
+    def _look_up(self, request: PrefillRequest, now: float) -> list[int]:
+        """The cached blocks of a request without blocks. Sets what it lacks accordingly."""
+        cached = request.cached(self._pool, self._block_size)
+        request.num_cached = len(cached) * self._block_size
+        request.num_coming = self._expected_pull(request, request.num_cached, now)
+        request.length = request.num_uncomputed
+        return cached
 
     def _expected_end(self, request: PrefillRequest, backlog: Backlog, now: float) -> float:
         """Monotonic seconds by which the first token is due: `now`, plus the tier's target, plus the expected seconds
@@ -303,26 +316,66 @@ class PrefillScheduler:
         self._pool.release(request.block_table)
         request.block_table = []
 
-    def _admit_some(self, horizons: Mapping[Tier, Horizon], now: float) -> list[PrefillRequest]:
-        """Try the next few requests. A request that does not fit lets others pass. A request beyond the horizon of its
-        tier does not count as passed, because it is not its turn yet."""
+    def _admit_some(self, horizons: _Horizons, now: float) -> list[PrefillRequest]:
+        """Try the next few requests. A request that does not fit lets others pass. A request whose turn it is not yet
+        does not count as passed."""
         admitted: list[PrefillRequest] = []
         passing = Passing()
-        for request in self.waiting.first(now, LOOK_AHEAD):
-            rank = request.tier.rank
-            if not self._within(horizons, request, now) or not passing.may_go(rank):
+        for request, cached in self._in_turn(horizons, now):
+            if not passing.may_go(request.tier.rank):
                 continue
-            cached = request.cached(self._pool, self._block_size)
             rival_rank = self._rival_rank(request, cached)
             if rival_rank is not None:
                 passing.refuse(request, rival_rank)
                 continue
+            may_hold = request.num_coming > 0
             self._start(request, cached, now)
             admitted.append(request)
-            passing.went(rank)
-            for horizon in horizons.values():
-                horizon.add(request)
+            passing.went(request.tier.rank)
+            for running, on_hold in horizons.values():
+                running.add(request)
+                if may_hold:
+                    on_hold.add(request)
         return admitted
+
+    def _in_turn(self, horizons: _Horizons, now: float) -> Iterator[tuple[PrefillRequest, list[int]]]:
+        """The next waiting requests whose turn has come, with their cached blocks. Each may be admitted at once.
+
+        Not those beyond the horizon of their tier. Nor those that other prompts keep waiting, which do not count as
+        tried: they would be put on hold beyond the horizon of those, or a prompt computes blocks that they need.
+        """
+        num_left = LOOK_AHEAD
+        for request in self._first_waiting(now):
+            running, on_hold = horizons[request.tier]
+            if running.reaches(self._urgency(request, now)):
+                self._backlog_waiting.change(request.tier, request.length, -request.length)
+                cached = self._look_up(request, now)
+                self._backlog_waiting.change(request.tier, request.length, request.length)
+                urgency = self._urgency(request, now)
+                may_hold = request.num_coming > 0
+                if (may_hold and not on_hold.reaches(urgency)) or self._awaits_another(request, urgency, now):
+                    continue
+                yield request, cached
+            num_left -= 1
+            if not num_left:
+                break
+
+    def _first_waiting(self, now: float) -> Iterator[PrefillRequest]:
+        """The first waiting requests, in order. Most of them are searched for only if asked for."""
+        near = self.waiting.first(now, LOOK_AHEAD)
+        yield from near
+        yield from (request for request in self.waiting.first(now, LONGEST_LOOK) if request not in near)
+
+    def _awaits_another(self, request: PrefillRequest, urgency: Urgency, now: float) -> bool:
+        """Whether `request` waits for blocks that a running prompt of its tier computes. One that is about to be put on
+        hold does not count. An aged request waits for aged ones only: others may have no share of the steps."""
+        running = self.running.from_rank(urgency[0]) if self._pool.prefix_cache else ()
+        aged_before = now - self._ageing_s
+        return any(
+            not request.arrived < aged_before <= other.arrived
+            and not self._expected_pull(other, other.num_computed, now)
+            for other in worth_waiting_for(request, urgency, running, self._block_size, self._costs)
+        )
 
     def _rival_rank(self, request: PrefillRequest, cached: Sequence[int]) -> int | None:
         """None if there is room for `request`. Else the lowest rank whose requests take what this one lacks: 0 if
@@ -343,6 +396,7 @@ class PrefillScheduler:
         request.block_table = cached + self._pool.allocate(self.blocks_for(request) - len(cached))
         request.num_cached = request.num_found = request.num_computed = len(cached) * self._block_size
         request.urgency = self._urgency(request, now)
+        request.num_coming = 0  # until `hold`
         self._num_admitted += 1
         self._compute(request)
         self.holdings.begin(request.key, request.tier, request.block_table)
@@ -350,25 +404,25 @@ class PrefillScheduler:
             self.num_prefix_queried += len(request.token_ids)
             self.num_prefix_hit += request.num_cached
 
-    def _horizons(self, now: float) -> dict[Tier, Horizon]:
-        """The horizon of each tier that has waiting requests. An aged tier has its share of the steps, whatever higher
+    def _horizons(self, now: float) -> _Horizons:
+        """The horizons of each tier that has waiting requests. An aged tier has its share of the steps, whatever higher
         tiers have; another tier has what the higher ones leave."""
         horizons = {}
+        num_tokens = STEPS_AHEAD * self._token_budget
+        on_hold = sorted(self.on_hold, key=lambda request: request.urgency)
         for tier in Tier:
             if self.waiting.num_in(tier):
                 first_rank = tier.rank if self.waiting.aged(tier, now) else 0
-                prompts = self.running.from_rank(first_rank)
-                num_tokens = STEPS_AHEAD * self._token_budget
-                horizons[tier] = Horizon(prompts, first_rank, num_tokens, self._chunk_size)
+                horizons[tier] = (
+                    Horizon(self.running.from_rank(first_rank), first_rank, num_tokens, self._chunk_size),
+                    Horizon(on_hold, first_rank, num_tokens, self._chunk_size),
+                )
         return horizons
 
     def _urgency(self, request: PrefillRequest, now: float) -> Urgency:
         """The request's urgency if it is admitted now. It is computed from `now`; time spent queueing gives no
         advantage."""
         return request.tier.rank, self._expected_end(request, self._backlog_running, now), self._num_admitted
-
-    def _within(self, horizons: Mapping[Tier, Horizon], request: PrefillRequest, now: float) -> bool:
-        return horizons[request.tier].reaches(self._urgency(request, now))
 
     def _name(self, request: PrefillRequest, start: int, end: int) -> None:
         """Enter the blocks that tokens `[start, end)` have filled into the prefix cache."""
@@ -381,25 +435,16 @@ class PrefillScheduler:
         self.running.check_invariants()
         self._deadlines.check_invariants()
         places = [*self.waiting, *self.running, *self.on_hold]
-        assert len(places) == len(self._requests), "a request is in two places, or in none"
-        assert set(places) == set(self._requests.values())
+        assert sorted(map(id, places)) == sorted(map(id, self._requests.values())), "in two places, or in none"
         assert self.queued_tokens == by_tier((request.tier, request.num_uncomputed) for request in places)
         assert self._backlog_waiting.num_tokens == sum(request.num_uncomputed for request in self.waiting)
-        assert self._backlog_running.num_tokens == self.running.num_uncomputed
+        assert self._backlog_running.num_tokens == sum(request.num_uncomputed for request in self.running)
         self._backlog_waiting.check_invariants()
         self._backlog_running.check_invariants()
         assert set(self._deadlines) <= set(places)
-        for request in self.waiting:
-            assert request.state is PromptState.WAITING, request.story
-            assert not request.block_table
-            if request.matched_at == self._pool.num_names_lost:
-                assert request.matched == self._pool.match(request.block_hashes[: len(request.matched)])
-            assert request.num_computed == 0
-            assert request.num_passed <= MAX_PASSED
+        assert all(request.state is PromptState.WAITING for request in self.waiting)
         assert all(request.state is PromptState.RUNNING for request in self.running)
         assert all(request.state is PromptState.ON_HOLD for request in self.on_hold)
-        for request in (*self.running, *self.on_hold):
-            assert len(request.block_table) == self.blocks_for(request)
-            assert 0 <= request.num_cached <= request.num_computed < len(request.token_ids)
-            assert all(self._pool.ref_count(block) > 0 for block in request.block_table)
+        for request in places:
+            request.check_invariants(self._pool, self._block_size)
         self.holdings.check_invariants({r.key: r.block_table for r in (*self.running, *self.on_hold)})

@@ -73,7 +73,7 @@ class PrefillSteps:
                 self.offer(request)
             else:
                 held = True
-                self._scheduler.hold(request)
+                self._scheduler.hold(request, len(prefix.pull.block_hashes or ()) * self._block_size)
                 self._pulls.begin(prefix.pull)
         chunks = self._scheduler.schedule(now)
         if not chunks:

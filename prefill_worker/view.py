@@ -48,6 +48,7 @@ def counts(core: PrefillCore) -> Mapping[str, object]:
     scheduler = core.scheduler
     return {
         **core.front.counts(),
+        "masking": len(core.masks),
         "waiting": len(scheduler.waiting),
         "on_hold": len(scheduler.on_hold),
         "running": len(scheduler.running),
@@ -61,8 +62,8 @@ def metrics(core: PrefillCore) -> Iterable[Metric]:
     name = core.settings.model
     running = {name: len(scheduler.running)}
     yield gauge("vllm:num_requests_running", "Prompts being computed.", running, "model_name")
-    waiting = {name: len(scheduler.waiting) + len(scheduler.on_hold)}
-    text = "Prompts waiting for blocks, or for what another worker holds of them."
+    waiting = {name: len(scheduler.waiting) + len(scheduler.on_hold) + len(core.masks)}
+    text = "Prompts waiting for blocks, for what another worker holds of them, or for their grammar."
     yield gauge("vllm:num_requests_waiting", text, waiting, "model_name")
     yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", core.totals.prompt)
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", core.totals.scored)

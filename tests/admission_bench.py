@@ -206,7 +206,7 @@ class Run:
                 request = chunk.prompt.work.request
                 given, expected = self._told.pop(request)
                 arrival = self._arrivals.pop(request)
-                self._scheduler.holdings.unpinned(chunk.prompt.key)
+                self._scheduler.holdings.end(chunk.prompt.key)
                 self._at(now + HOP_S, partial(self._first_token, arrival, given, expected))
         self._step(now)
 

@@ -171,6 +171,8 @@ class Bench:
                 self._advance(chunk.prompt.choice, ends)
             elif chunk.last:
                 self.scheduler.computed(chunk.prompt.request, first_tokens(chunk.prompt.request), self.now)
+        if step.chunks:
+            self.scheduler.entrance.match_again()
         self.check()
 
     def step(self, *, ends: Collection[DecodeChoice] = ()) -> Step:

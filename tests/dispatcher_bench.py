@@ -68,7 +68,6 @@ class Link:
         self.address = address
         self.worker: Incarnation = new_incarnation()
         self.sent: list[Message] = []
-        self.broken = False
         self.unsent_work: frozenset[RequestKey] = frozenset()
         self.traffic = Traffic()
 
@@ -209,6 +208,7 @@ class Bench:
         prompt: Sequence[int] = PROMPT,
         *,
         n: int = 1,
+        max_tokens: int = 99,
         salt: str = "",
         budget_s: float = 30.0,
         tier: Tier = Tier.STANDARD,
@@ -228,7 +228,7 @@ class Bench:
                     self.told.append(delta)
             return deltas
 
-        sampling = SamplingParams(max_tokens=99)
+        sampling = SamplingParams(max_tokens=max_tokens)
         generation = Generation(
             token_ids=tuple(prompt),
             num_choices=n,

@@ -17,16 +17,8 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Assignment, Attempt, Deliver, SendToWorker
 from gateway.serving.flow import Flow, FlowState
-from gateway.serving.flow_actions import (
-    AssignmentOver,
-    AttemptBegan,
-    Done,
-    Fail,
-    FlowAction,
-    Unwanted,
-    Want,
-)
-from gateway.serving.generation import Delta, Generation, PromptDelta
+from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, FlowAction, Unwanted, Want
+from gateway.serving.generation import Delta, Fail, Generation, PromptDelta
 from gateway.serving.suspicion import Crash
 from gateway.workers.worker_life import WorkerLife
 

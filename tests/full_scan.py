@@ -85,8 +85,12 @@ def able(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
     return workers if ask.admitted else [worker for worker in workers if worker.life not in ask.avoid]
 
 
+def connected(workers: list[WorkerView]) -> list[WorkerView]:
+    return [worker for worker in workers if worker.broken_at is None] or workers
+
+
 def decode_workers(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
-    workers = able(ask, workers)
+    workers = connected(able(ask, workers))
     return beside(ask, [worker for worker in workers if worker.life not in ask.avoid] or workers)
 
 
@@ -96,7 +100,7 @@ def prefill_workers(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
     if ask.admitted and sum(worker.life in ask.avoid for worker in workers) >= 3:
         return []
     workers = [worker for worker in workers if worker.life not in shunned]
-    return beside(ask, [worker for worker in workers if holds(worker, ask.num_tokens)])
+    return beside(ask, connected([worker for worker in workers if holds(worker, ask.num_tokens)]))
 
 
 def readers(source: WorkerLife, decode: list[WorkerView], paths: BrokenPaths, now: float) -> list[WorkerView]:

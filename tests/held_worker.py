@@ -78,7 +78,6 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
     engine = Engine(EngineThread("engine"), held, fingerprint)  # type: ignore[arg-type]
     cache = held.cache
     region = region_of(cache)
-    maker = transport_maker("zmq", region, me, "127.0.0.1")
     server = ControlServer(me, monotonic, PULSE)
     port = server.bind("127.0.0.1", 0)
     common: dict[str, Any] = {"transport": "zmq", "heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 20, **settings}
@@ -90,6 +89,7 @@ async def worker(role: Role, folder: Path, **settings: Any) -> AsyncIterator[tup
     else:
         decided = DecodeSettings(**common).on("cpu")
         core = DecodeCore(decided, engine, region)
+    maker = transport_maker(decided, region, me, cache.synchronize)
     made = WorkerShell(core, decided, me, server, engine, region, maker, monotonic)
     await made.start()
     loops = [asyncio.create_task(server.run(made)), asyncio.create_task(made.run())]

@@ -33,6 +33,7 @@ from common.engine.runner import ModelRunner, load_runner
 from common.runtime.channel import ControlClient
 from common.runtime.checkpoint import config_hash, weights_hash
 from common.runtime.clock import Pulse, monotonic
+from common.runtime.config import DecodeSettings
 from common.worker.start import region_of
 from kv_transfer.events import AddSource, Polled, ReadEnded, StartRead
 from kv_transfer.mover import Mover
@@ -113,7 +114,8 @@ async def pull(address: str, transport: str, runner: ModelRunner, folder: Path, 
     def on_fatal(error: Exception) -> None:
         raise error
 
-    mover = Mover(region, transport_maker(transport, region, me, "127.0.0.1"), on_event, on_fatal)
+    settings = DecodeSettings.model_validate({"transport": transport})
+    mover = Mover(region, transport_maker(settings, region, me, cache.synchronize), on_event, on_fatal)
     await mover.start()
     context = zmq.asyncio.Context()
     fingerprint = Fingerprint(config_hash=config_hash(folder), weights_hash=weights_hash(folder), layout=runner.layout)

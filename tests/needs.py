@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,10 @@ import pytest
 
 
 def _program(name: str, variable: str = "") -> Callable[[], str]:
-    """Whether a program is there: on the path, or where a variable says."""
+    """Whether a program is there: on the path, or the one that a variable names, perhaps with arguments."""
 
     def why() -> str:
-        wanted = os.environ.get(variable, name)
+        wanted = (shlex.split(os.environ.get(variable, "")) or [name])[0]
         return "" if shutil.which(wanted) else f"there is no {wanted}"
 
     return why

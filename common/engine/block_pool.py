@@ -113,7 +113,10 @@ class BlockPool:
         # Named blocks without references and outside limbo, in the order of their release.
         self._unreferenced = _Idle()
         self._spoiled: set[int] = set()
-        self._num_evicted = self._num_names_lost = 0
+        self.num_evicted = 0
+        """Cached blocks that lost their name to `allocate` so far."""
+        self.num_names_lost = 0
+        """Names that blocks have lost so far. What `match` has found stays valid while it is the same."""
         # Names added (True) or removed (False) since the last `take_changes`.
         self._changes: dict[BlockHash, bool] = {}
         # Block → last step that started before its release. Entries are in the order of release, so the steps ascend.
@@ -146,16 +149,6 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that have a name: used, in limbo or unreferenced."""
         return len(self._named)
-
-    @property
-    def num_evicted(self) -> int:
-        """Cached blocks that lost their name to `allocate` so far."""
-        return self._num_evicted
-
-    @property
-    def num_names_lost(self) -> int:
-        """Names that blocks have lost so far. What `match` has found stays valid while it is the same."""
-        return self._num_names_lost
 
     def named(self) -> list[BlockHash]:
         """The names of all cached blocks."""
@@ -196,8 +189,8 @@ class BlockPool:
             del named[name]
             names[block] = None
             self._changes[name] = False
-        self._num_evicted += num
-        self._num_names_lost += num
+        self.num_evicted += num
+        self.num_names_lost += num
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -265,7 +258,7 @@ class BlockPool:
                 del self._named[name]
                 self._names[block] = None
                 self._changes[name] = False
-                self._num_names_lost += 1
+                self.num_names_lost += 1
 
     def match(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """The cached blocks of the leading ones of `block_hashes`, up to the first hash that is not cached.

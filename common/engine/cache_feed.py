@@ -6,7 +6,7 @@ other lost message is (`common.runtime.channel`): the gateway says Hello again, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash
 from common.contract.ids import Incarnation
@@ -16,34 +16,28 @@ from common.engine.block_pool import BlockPool
 
 
 class CacheFeed:
-    """Sends the names of one block pool, and their changes, to every connected gateway."""
+    """Sends the names of one block pool, and their changes, to gateways."""
 
     def __init__(self, pool: BlockPool, send: Callable[[Incarnation, Message], None]) -> None:
         self._pool = pool
         self._send = send
-        self._gateways: dict[Incarnation, None] = {}
 
     def begin(self, gateway: Incarnation) -> None:
         """A session with a gateway has opened, perhaps again: send it every name."""
-        self._gateways[gateway] = None
         self._tell([gateway], self._pool.named(), (), begins=True)
 
-    def end(self, gateway: Incarnation) -> None:
-        """The gateway's session is over. Inert for a client that is not a gateway."""
-        self._gateways.pop(gateway, None)
-
-    def publish(self) -> None:
-        """Send every gateway the changes since the last call. Call this once per step, after the step's tokens are
-        sent."""
+    def publish(self, gateways: Collection[Incarnation]) -> None:
+        """Send the changes since the last call to `gateways`, those with a session. Call this once per step, after the
+        step's tokens are sent."""
         changes = self._pool.take_changes()
-        if changes and self._gateways:
+        if changes and gateways:
             stored = [name for name, is_there in changes.items() if is_there]
             removed = [name for name, is_there in changes.items() if not is_there]
-            self._tell(list(self._gateways), stored, removed, begins=False)
+            self._tell(gateways, stored, removed, begins=False)
 
     def _tell(
         self,
-        gateways: Sequence[Incarnation],
+        gateways: Collection[Incarnation],
         stored: Sequence[BlockHash],
         removed: Sequence[BlockHash],
         *,

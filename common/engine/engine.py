@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -117,95 +116,69 @@ class Engine:
         at once. Raises `OperatorError`.
         """
         thread = EngineThread("engine")
-        return await thread.run(
-            partial(
-                cls._load,
-                thread,
-                settings,
-                folder,
-                progress,
-                step_tokens,
-                largest_step,
-                swap_bytes,
-                graph_seqs,
-                timed_rows,
-                draft_model,
-            )
-        )
 
-    @classmethod
-    def _load(
-        cls,
-        thread: EngineThread,
-        settings: WorkerSettings,
-        folder: Path,
-        progress: Callable[[int, int], None],
-        step_tokens: int,
-        largest_step: int,
-        swap_bytes: int,
-        graph_seqs: int,
-        timed_rows: int,
-        draft_model: DraftCheckpoint | None,
-    ) -> Engine:
-        device = settings.device
-        assert device != "auto", "nobody has looked for a device"
-        if device == "cuda" and settings.checksums:
-            raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
-        if device == "cuda" and not torch.cuda.is_available():
-            unusable = "torch finds no GPU that it can use here (is its driver 580 or later?)"
-            raise OperatorError(f"--device cuda: {unusable}; set --device cpu")
-        if device == "cuda" and (capability := torch.cuda.get_device_capability()) != _TESTED:
-            log.warning("the kernels have not been tested on a GPU of compute capability %d.%d", *capability)
-        width = settings.tensor_parallel
-        if device == "cuda" and width > 1:
-            log.warning("a worker of several ranks has not been tested on several GPUs")
-        num_threads = settings.num_threads or max(1, cores_here() // width)
-        if device == "cpu":
-            torch.set_num_threads(num_threads)
-        try:
-            # First: the model's cache may take the rest of a GPU's memory.
-            draft_runner = None if draft_model is None else _load_draft_model(settings, draft_model)
-            with unchanged(folder):
-                # Hash every byte of the files while they are loaded: loading brings them into memory.
-                hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
-                runner = load_runner(
-                    folder,
-                    kv_cache_bytes=settings.kv_cache_bytes,
-                    gpu_reserve_bytes=settings.gpu_reserve_bytes,
-                    gpu_share=settings.gpu_share,
-                    swap_bytes=swap_bytes,
-                    block_size=settings.block_size,
-                    dtype=settings.dtype,
-                    device=device,
-                    progress=progress,
-                    cpu_kernels=settings.cpu_kernels,
-                    batch_invariant=settings.batch_invariant,
-                    group=_group_plan(settings, device, num_threads),
-                )
-                if device == "cuda":
-                    if graph_seqs:
-                        runner.capture_graphs(graph_seqs, progress)
-                    runner.warm_up(largest_step)
-                fingerprint = Fingerprint(
-                    config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
-                )
-            costs = measure_costs(runner, step_tokens)
-            row_times = time_rows(runner, timed_rows) if timed_rows else None
-            drafter = None
-            if draft_runner is not None:
-                drafter = Drafter(draft_runner, time_rows(draft_runner, timed_rows), runner.config.vocab_size)
-        except torch.OutOfMemoryError as error:
-            advice = "lower --kv-cache-bytes, --token-budget or --max-num-seqs, or raise --gpu-reserve-bytes"
-            raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
-        log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
-        log.info(
-            "prefill takes %.3f ms for a token, and %.1f for a step",
-            1e3 * costs.prefill_s_per_token,
-            1e3 * costs.step_s,
-        )
-        if runner.num_host_blocks:
-            log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
-        return cls(thread, runner, fingerprint, costs, row_times, drafter)
+        def work() -> Engine:
+            device = settings.device
+            assert device != "auto", "nobody has looked for a device"
+            if device == "cuda" and settings.checksums:
+                raise OperatorError("--checksums reads blocks on the CPU; it does not work with --device cuda")
+            if device == "cuda" and not torch.cuda.is_available():
+                unusable = "torch finds no GPU that it can use here (is its driver 580 or later?)"
+                raise OperatorError(f"--device cuda: {unusable}; set --device cpu")
+            if device == "cuda" and (capability := torch.cuda.get_device_capability()) != _TESTED:
+                log.warning("the kernels have not been tested on a GPU of compute capability %d.%d", *capability)
+            width = settings.tensor_parallel
+            if device == "cuda" and width > 1:
+                log.warning("a worker of several ranks has not been tested on several GPUs")
+            num_threads = settings.num_threads or max(1, cores_here() // width)
+            if device == "cpu":
+                torch.set_num_threads(num_threads)
+            try:
+                # First: the model's cache may take the rest of a GPU's memory.
+                draft_runner = None if draft_model is None else _load_draft_model(settings, draft_model)
+                with unchanged(folder):
+                    # Hash every byte of the files while they are loaded: loading brings them into memory.
+                    hashing = DaemonThreads(1, "hash-weights").submit(lambda: weights_hash(folder, num_threads))
+                    runner = load_runner(
+                        folder,
+                        kv_cache_bytes=settings.kv_cache_bytes,
+                        gpu_reserve_bytes=settings.gpu_reserve_bytes,
+                        gpu_share=settings.gpu_share,
+                        swap_bytes=swap_bytes,
+                        block_size=settings.block_size,
+                        dtype=settings.dtype,
+                        device=device,
+                        progress=progress,
+                        cpu_kernels=settings.cpu_kernels,
+                        batch_invariant=settings.batch_invariant,
+                        group=_group_plan(settings, device, num_threads),
+                    )
+                    if device == "cuda":
+                        if graph_seqs:
+                            runner.capture_graphs(graph_seqs, progress)
+                        runner.warm_up(largest_step)
+                    fingerprint = Fingerprint(
+                        config_hash=config_hash(folder), weights_hash=hashing.result(), layout=runner.layout
+                    )
+                costs = measure_costs(runner, step_tokens)
+                row_times = time_rows(runner, timed_rows) if timed_rows else None
+                drafter = None
+                if draft_runner is not None:
+                    drafter = Drafter(draft_runner, time_rows(draft_runner, timed_rows), runner.config.vocab_size)
+            except torch.OutOfMemoryError as error:
+                advice = "lower --kv-cache-bytes, --token-budget or --max-num-seqs, or raise --gpu-reserve-bytes"
+                raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
+            log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
+            log.info(
+                "prefill takes %.3f ms for a token, and %.1f for a step",
+                1e3 * costs.prefill_s_per_token,
+                1e3 * costs.step_s,
+            )
+            if runner.num_host_blocks:
+                log.info("%d host blocks, %.3f ms to swap one", runner.num_host_blocks, 1e3 * costs.swap_s_per_block)
+            return cls(thread, runner, fingerprint, costs, row_times, drafter)
+
+        return await thread.run(work)
 
     def submit(
         self,

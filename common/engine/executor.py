@@ -36,7 +36,7 @@ class StepLogits:
     """What a step has computed of its rows."""
 
     logits_RV: torch.Tensor
-    """Arbitrary at a rank that gets no logits (`Decoder.leads`)."""
+    """The sampler may change it. Arbitrary at a rank that gets no logits (`Decoder.leads`)."""
     last_tokens: LastTokens
     likeliest: Likeliest | None = None
     """The most likely tokens, if they are known."""
@@ -83,7 +83,7 @@ class Executor:
             q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
             for window, layer in one_of_each.items():
                 self.backend.attend(q_THD, cache.layer(layer), batch, window, config.head_dim**-0.5)
-        for batch in few_rows(cache.layout.block_size, cache.device):
+        for batch in few_rows(cache.device):
             self.decoder.forward(batch, cache, self.backend)
         if cache.device.type == "cuda":
             torch.cuda.empty_cache()  # many of the longest sequences, as above, are in no step: give their memory back

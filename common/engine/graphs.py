@@ -39,7 +39,8 @@ _OF_NOBODY = np.array([0, 0, NOWHERE, 0, 0, _NOBODY, 0])
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a graph leaves behind, of its places or of the batch in the first of them; until the next replay."""
+    """What a graph leaves behind, of its places or of the batch in the first of them; until the next replay, or until
+    the sampler changes the logits."""
 
     logits_NV: torch.Tensor
     """float32."""
@@ -184,7 +185,6 @@ class DecodeGraphs:
             seq_lens_B=seq_lens,
             block_tables_BM=self._block_tables[:size],
             logit_rows_R=self._query_start[:size],
-            block_size=self._cache.layout.block_size,
             num_tokens=size,
             query_lens=(1,) * size,
             seq_lens=(self._max_blocks * self._cache.layout.block_size,) * size,

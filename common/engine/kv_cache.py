@@ -89,11 +89,10 @@ class CachePart:
         shape = (num_blocks, own.num_kv_heads, own.num_layers, 2, own.block_size, own.head_dim)
         used = memory[lead : lead + own.block_bytes * num_blocks]
         self.blocks = used.view(TORCH_DTYPES[own.dtype]).view(shape)
-        self.block_bytes = own.block_bytes
 
     @property
     def address(self) -> int:
-        """Address of block 0; block `i` starts `i * block_bytes` after it."""
+        """Address of block 0; the others follow it, without gaps."""
         return self.blocks.data_ptr()
 
 

@@ -153,15 +153,15 @@ def compute_order(rows: Rows, num_chosen: int, after_swaps: bool) -> list[Ints]:
     parts = [*(rows.arrays[name] for name in _ARRAYS), rows.follows_B]
     num_blocks = rows.arrays["block_tables_BM"].shape[1]
     sizes = (part.size for part in parts)
-    return [np.array((rows.block_size, num_chosen, after_swaps, num_blocks, *sizes)), *parts]
+    return [np.array((num_chosen, after_swaps, num_blocks, *sizes)), *parts]
 
 
 def rows_of(order: Ints) -> tuple[Rows, int, bool]:
     """The rows of an order, without what concerns only samples; the number of tokens that the step before has chosen;
     and whether the rows are to wait for swaps."""
     num_parts = len(_ARRAYS) + 1
-    block_size, num_chosen, after_swaps, num_blocks, *sizes = order[: 4 + num_parts].tolist()
-    ends = accumulate(sizes, initial=4 + num_parts)
+    num_chosen, after_swaps, num_blocks, *sizes = order[: 3 + num_parts].tolist()
+    ends = accumulate(sizes, initial=3 + num_parts)
     *arrays, follows_B = (order[begin:end] for begin, end in pairwise(ends))
     named = dict(zip(_ARRAYS, arrays, strict=True))
     named["block_tables_BM"] = named["block_tables_BM"].reshape(-1, num_blocks)
@@ -169,7 +169,6 @@ def rows_of(order: Ints) -> tuple[Rows, int, bool]:
         arrays=named,
         sample_rows_N=np.empty(0, np.int64),
         follows_B=follows_B,
-        block_size=block_size,
         num_tokens=len(named["token_ids_T"]),
         query_lens=tuple(np.diff(named["query_start_B1"]).tolist()),
         seq_lens=tuple(named["seq_lens_B"].tolist()),

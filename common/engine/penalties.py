@@ -21,14 +21,14 @@ LastTokens = Callable[[], torch.Tensor]
 """Returns the last token of each row, `[N]` on the device."""
 
 
-def penalised(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens) -> torch.Tensor:
-    """`logits_NV`, float32, less the penalties of their rows. The given tensor is not changed.
+def penalise(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens) -> bool:
+    """Apply the penalties of the rows to their float32 logits, in place; returns whether there are any.
 
-    Only the distinct tokens of each row are sent to the device, and only their logits are changed.
+    Only the distinct tokens of each row are sent to the device, and only their logits are read and changed.
     """
     rows = [row for row, each in samples.special.items() if each.params.penalised]
     if not rows:
-        return logits_NV
+        return False
     concerned = [samples.special[row] for row in rows]
     counts = [_counted(each) for each in concerned]
     in_output = [each.position > each.prompt_len for each in concerned]
@@ -49,8 +49,9 @@ def penalised(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens
     of_C = of_W.repeat_interleave(num_cells_W, output_size=total)
     nums_C = nums_C + (tokens_C == last_W[of_C]) * in_output_W[of_C]
 
-    # First the last tokens, as if they were new to their rows. The cells then overwrite those that are not new.
-    penalised_NV = logits_NV.clone()
+    # First the last tokens, as if they were new to their rows. The cells then overwrite those that are not new, so all
+    # logits are read before the first is changed.
+    changes = []
     for of, tokens, nums in ((of_W, last_W, in_output_W), (of_C, tokens_C, nums_C)):
         index = rows_W[of] * logits_NV.shape[1] + tokens
         repetition, presence, frequency = penalties_W3[of].unbind(1)
@@ -58,8 +59,10 @@ def penalised(logits_NV: torch.Tensor, samples: Samples, last_tokens: LastTokens
         x = torch.where(x > 0, x / repetition, x * repetition)
         num_output = nums.float()
         x -= presence * (num_output > 0) + frequency * num_output
-        penalised_NV.put_(index, x)
-    return penalised_NV
+        changes.append((index, x))
+    for index, x in changes:
+        logits_NV.put_(index, x)
+    return True
 
 
 def _counted(sample: Sample) -> TokenCounts:

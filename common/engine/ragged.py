@@ -41,7 +41,6 @@ class RaggedBatch:
     """Entries beyond a sequence's length are further blocks of its own, or block 0."""
     logit_rows_R: torch.Tensor
     """Tokens whose logits are wanted: the last one of each slice with samples."""
-    block_size: int
     num_tokens: int
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -70,7 +69,6 @@ class Rows:
     """Row of logits that each sample uses, in the order of the slices."""
     follows_B: Ints
     """See `Decodes.follows_D`."""
-    block_size: int
     num_tokens: int
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -127,7 +125,6 @@ class Rows:
             arrays=arrays,
             sample_rows_N=sample_rows,
             follows_B=columns.follows_B,
-            block_size=block_size,
             num_tokens=num_tokens,
             query_lens=tuple(query_lens.tolist()),
             seq_lens=tuple(seq_lens.tolist()),
@@ -137,7 +134,6 @@ class Rows:
         """The batch on the device, by one copy."""
         return RaggedBatch(
             **dict(zip(self.arrays, _together(list(self.arrays.values()), device), strict=True)),
-            block_size=self.block_size,
             num_tokens=self.num_tokens,
             query_lens=self.query_lens,
             seq_lens=self.seq_lens,

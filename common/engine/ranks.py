@@ -178,14 +178,18 @@ class Ranks:
         self._watching = threading.Thread(target=self._run, args=(each,), name="ranks", daemon=True)
         self._watching.start()
 
+    def require_all(self) -> None:
+        """Raise `OperatorError` if one was lost before `join`."""
+        if self._why:
+            raise OperatorError(self._why)
+
     def join(self) -> Group:
         """Wait until all have loaded their part of the model, and return the group. Raises `OperatorError` if one has
         not."""
         with contextlib.suppress(GroupEndedError):
             self.orders.add(torch.zeros(1))
         self._ready = True  # from here on, whoever is lost ends this process
-        if self._why:
-            raise OperatorError(self._why)
+        self.require_all()
         self._group = _group_of(self._plan, self.orders, self._meeting_file)
         return self._group
 
@@ -383,6 +387,8 @@ def _cache_memory(arguments: _RankArguments, handles: Sequence[int]) -> torch.Te
 
 def main() -> None:
     """A rank's process."""
+    # Rank 0 says the same of the same files.
+    logging.getLogger("common.engine.model_config").addHandler(logging.NullHandler())
     try:
         _run(_ARGUMENTS.validate_json(sys.argv[1]))
     except GroupEndedError:

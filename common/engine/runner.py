@@ -303,12 +303,19 @@ def load_runner(
             "--batch-invariant needs the kernels in C on a CPU: a compiler (cc), --cpu-kernels, and a head dimension "
             f"that is a multiple of 8 up to 512, not {config.head_dim}"
         )
+    ranks: Ranks | None = None
+
+    def loaded(done: int, total: int) -> None:
+        if ranks is not None:
+            ranks.require_all()
+        if progress is not None:
+            progress(done, total)
+
     with ExitStack() as stack:
-        ranks = None
         if group is not None:
             ranks = Ranks(group, config, folder, layout, in_c=kernels is not None, batch_invariant=batch_invariant)
             stack.callback(ranks.close)
-        weights = load_weights(config, folder, dtype, on, progress, kernels, batch_invariant, shard)
+        weights = load_weights(config, folder, dtype, on, loaded, kernels, batch_invariant, shard)
         together = None if ranks is None else ranks.join()
         if kv_cache_bytes is None:
             devices = [on] if group is None else [group.device_of(rank) for rank in range(width)]

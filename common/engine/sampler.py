@@ -18,7 +18,7 @@ from common.engine.backend import Backend
 from common.engine.batch import Chosen, InvalidLogitsError, Sampled, SampledToken, Samples
 from common.engine.host_copy import HostCopy, to_device
 from common.engine.logprobs import log_softmax_of
-from common.engine.penalties import LastTokens, penalised
+from common.engine.penalties import LastTokens, penalise
 
 _HIDDEN = float("-inf")
 
@@ -125,23 +125,25 @@ def choose(
     last_tokens: LastTokens,
     likeliest: Likeliest | None = None,
 ) -> ChosenOnDevice:
-    """Choose a token for each sample from its row of `logits_NV`. Does not change `logits_NV`, nor wait for the device.
+    """Choose a token for each sample from its row of `logits_NV`. Does not wait for the device. Changes float32 logits
+    in place, for the rows whose parameters ask for it: a copy of all rows would cost more than the choice.
 
     In order: repetition, presence and frequency penalties; biases; what the grammars allow; no ending token before
     `min_tokens`; log probabilities; then the most likely token, or temperature, top-k, top-p, min-p and the inverse of
     the cumulative distribution at the random number of (seed, choice, position). `last_tokens` gives each row's token
     before the one to come. `likeliest` is what is already known of `logits_NV`; it counts if no row changes its logits.
     """
-    given_NV = logits_NV.float().contiguous()
-    logits_NV = given_NV
+    logits_NV = logits_NV.float().contiguous()
     if samples.special:
-        logits_NV = penalised(logits_NV, samples, last_tokens)
-        logits_NV = _biased(logits_NV, samples)
-        logits_NV = _within_grammars(logits_NV, samples)
-        logits_NV = _without_endings(logits_NV, samples, eos_token_ids)
+        changes = (
+            penalise(logits_NV, samples, last_tokens),
+            _bias(logits_NV, samples),
+            _keep_to_grammars(logits_NV, samples),
+            _hide_endings(logits_NV, samples, eos_token_ids),
+        )
+        if any(changes):
+            likeliest = None
     random = np.flatnonzero(samples.parameters_N["temperature"])
-    if logits_NV is not given_NV:
-        likeliest = None
     if likeliest is None:
         best_N, tokens_N = backend.best(logits_NV)
     else:
@@ -155,8 +157,9 @@ def choose(
     return ChosenOnDevice(samples, tokens_N, best_N, _report(logits_NV, tokens_N, samples), likeliest)
 
 
-def _biased(logits_NV: torch.Tensor, samples: Samples) -> torch.Tensor:
-    """Logits plus the biases of their rows. Biases of tokens beyond the vocabulary are ignored."""
+def _bias(logits_NV: torch.Tensor, samples: Samples) -> bool:
+    """Add the biases of the rows, in place; returns whether there are any. Biases of tokens beyond the vocabulary are
+    ignored."""
     cells = [
         (row, token, bias)
         for row, each in samples.special.items()
@@ -164,18 +167,20 @@ def _biased(logits_NV: torch.Tensor, samples: Samples) -> torch.Tensor:
         if token < logits_NV.shape[1]
     ]
     if not cells:
-        return logits_NV
+        return False
     rows, tokens, biases = zip(*cells, strict=True)
     device = logits_NV.device
     index = (to_device(rows, torch.int64, device), to_device(tokens, torch.int64, device))
-    return logits_NV.index_put(index, logits_NV[index] + to_device(biases, torch.float32, device))
+    logits_NV[index] += to_device(biases, torch.float32, device)
+    return True
 
 
-def _within_grammars(logits_NV: torch.Tensor, samples: Samples) -> torch.Tensor:
-    """Hide the tokens that the grammars of W of the rows do not allow."""
+def _keep_to_grammars(logits_NV: torch.Tensor, samples: Samples) -> bool:
+    """Hide the tokens that the grammars of W of the rows do not allow, in place; returns whether there are such
+    rows."""
     rows = [row for row, each in samples.special.items() if each.params.grammar is not None]
     if not rows:
-        return logits_NV
+        return False
     bits = []
     for row in rows:
         allowed = samples.special[row].allowed
@@ -186,11 +191,13 @@ def _within_grammars(logits_NV: torch.Tensor, samples: Samples) -> torch.Tensor:
     allowed_WV = (bytes_W[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten(1).bool()
     index_W = to_device(rows, torch.int64, device)
     within_WV = logits_NV[index_W].masked_fill_(~allowed_WV[:, : logits_NV.shape[1]], _HIDDEN)
-    return logits_NV.index_copy(0, index_W, within_WV)
+    logits_NV.index_copy_(0, index_W, within_WV)
+    return True
 
 
-def _without_endings(logits_NV: torch.Tensor, samples: Samples, eos_token_ids: Collection[int]) -> torch.Tensor:
-    """Hide end-of-sequence and stop tokens in rows that have fewer than `min_tokens` output tokens."""
+def _hide_endings(logits_NV: torch.Tensor, samples: Samples, eos_token_ids: Collection[int]) -> bool:
+    """Hide end-of-sequence and stop tokens, in place, in rows that have fewer than `min_tokens` output tokens; returns
+    whether any are hidden."""
     rows: list[int] = []
     columns: list[int] = []
     vocab_size = logits_NV.shape[1]
@@ -200,10 +207,11 @@ def _without_endings(logits_NV: torch.Tensor, samples: Samples, eos_token_ids: C
             rows += [row] * len(endings)
             columns += endings
     if not rows:
-        return logits_NV
+        return False
     device = logits_NV.device
     index = (to_device(rows, torch.int64, device), to_device(columns, torch.int64, device))
-    return logits_NV.index_put(index, logits_NV.new_full((), _HIDDEN))
+    logits_NV.index_put_(index, logits_NV.new_full((), _HIDDEN))
+    return True
 
 
 def _report(logits_NV: torch.Tensor, tokens_N: torch.Tensor, samples: Samples) -> _Reported | None:

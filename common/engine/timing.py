@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -23,7 +24,7 @@ _LONG_STEP_S = 0.1
 _MEASURED_BLOCKS = (1, 8, 8)
 """Sizes of the swaps that `measure_costs` times. The first one warms up, and bounds the time of the next one."""
 _ROWS_S = 2.0
-"""`time_rows`: no step begins later than this many seconds after the first one, but for the smallest."""
+"""`time_rows`: no step begins later than this many seconds after the first one, but for the two smallest."""
 _RUNS, _LONG_S = 3, 0.03
 """Runs of each step, of which the fastest counts; one that takes longer than so many seconds is run once."""
 _SHORT_TOKENS = 2
@@ -138,9 +139,12 @@ def time_rows(runner: ModelRunner, most_rows: int, clock: Callable[[], float] = 
 
     timed(1)  # warms up
     rows, seconds = [1], [timed(1)]
-    while rows[-1] < most_rows and clock() < end:
+    # One number alone does not tell what a further row costs.
+    while rows[-1] < most_rows and (len(rows) == 1 or clock() < end):
         rows.append(min(2 * rows[-1], most_rows))
-        seconds.append(max(seconds[-1], timed(rows[-1])))
+        seconds.append(timed(rows[-1]))
+    # No step takes longer than one of more rows, unless it was interrupted.
+    seconds = [*accumulate(reversed(seconds), min)][::-1]
     long = min(_LONG_TOKENS, num_blocks * size // _LONG_ROWS, runner.config.max_sequence_tokens)
     times = RowTimes(rows=tuple(rows), seconds=tuple(seconds))
     if long > _SHORT_TOKENS and clock() < end:

@@ -38,18 +38,18 @@ def decode_batches(
     for num in _steps_up(min(MOST_ROWS, num_blocks)):
         for length in lengths:
             if invariant_run is None or num * -(-length // invariant_run) <= _MOST_RUNS:
-                yield _batch(num, length, block_size, tables)
+                yield _batch(num, length, tables)
 
 
-def few_rows(block_size: int, device: torch.device) -> Iterator[RaggedBatch]:
+def few_rows(device: torch.device) -> Iterator[RaggedBatch]:
     """As many decode tokens as the tuning table has products of few rows for, or a batch-invariant product has tiles
     for: powers of two; tokens as those of `decode_batches`."""
     tables = torch.zeros(1, 1, dtype=torch.int64, device=device)
     for power in range(MANY_ROWS.bit_length()):
-        yield _batch(2**power, 1, block_size, tables)
+        yield _batch(2**power, 1, tables)
 
 
-def _batch(num: int, length: int, block_size: int, tables: torch.Tensor) -> RaggedBatch:
+def _batch(num: int, length: int, tables: torch.Tensor) -> RaggedBatch:
     """`num` sequences, for the host of `length` tokens."""
     zeros, ones = (torch.full((num,), value, dtype=torch.int64, device=tables.device) for value in (0, 1))
     rows = torch.arange(num + 1, device=tables.device)
@@ -63,7 +63,6 @@ def _batch(num: int, length: int, block_size: int, tables: torch.Tensor) -> Ragg
         seq_lens_B=ones,
         block_tables_BM=tables.expand(num, -1),
         logit_rows_R=rows[:num],
-        block_size=block_size,
         num_tokens=num,
         query_lens=(1,) * num,
         seq_lens=(length,) * num,

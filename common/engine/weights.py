@@ -30,6 +30,8 @@ Progress = Callable[[int, int], None]
 
 _PAIR = ("model.embed_tokens.weight", "lm_head.weight")
 """The two tensors that are one if `tie_word_embeddings` is set."""
+_ROWS_COMPARED = 1024
+"""Rows of the two that are compared at once."""
 _MAX_NAMED = 5
 """Most tensors that an error message names."""
 
@@ -93,9 +95,11 @@ def load_weights(
     """
     files = {n: file for n, file in _files_by_tensor(folder).items() if not n.endswith("rotary_emb.inv_freq")}
     of_pair = [name for name in _PAIR if name in files]
+    if config.tie_word_embeddings and len(of_pair) == 2 and _is_stored_twice(config, files):
+        del files[of_pair.pop()]
     shared = config.tie_word_embeddings and len(of_pair) == 1
     weights = _allocate(config, shard, TORCH_DTYPES[dtype], device, kernels, batch_invariant, shared=shared)
-    # As in transformers: if one of a tied pair is absent, the other stands for both.
+    # As in transformers: if one of a tied pair is absent, or equal to the other, the other stands for both.
     stands_for = dict.fromkeys(_PAIR, of_pair[0]) if shared else {}
     targets = _by_tensor(_targets(config, shard, weights), stands_for)
     _require_none(folder, "lacks", targets.keys() - files.keys())
@@ -117,6 +121,17 @@ def load_weights(
             if bias is not None:
                 bias.zero_()
     return weights
+
+
+def _is_stored_twice(config: ModelConfig, files: Mapping[str, Path]) -> bool:
+    """Whether the two tensors of the pair are equal. All of both is compared, whatever the shard, so that every rank
+    finds the same."""
+    one, other = (stored for _, stored in _tensors({name: files[name] for name in _PAIR}))
+    if not one.get_shape() == other.get_shape() == [config.vocab_size, config.hidden_size]:
+        return False
+    rows = range(config.vocab_size)
+    pieces = (rows[begin : begin + _ROWS_COMPARED] for begin in rows[::_ROWS_COMPARED])
+    return all(torch.equal(one[each.start : each.stop], other[each.start : each.stop]) for each in pieces)
 
 
 def _by_tensor(targets: Iterable[tuple[str, _Target]], stands_for: Mapping[str, str]) -> dict[str, list[_Target]]:

@@ -83,7 +83,6 @@ class ChunkQueue(Generic[P]):
         """Prompt → its chunks in unfinished steps, in order."""
         self._owed = [0] * len(Tier)
         """By rank: the part of an aged tier's shares that it has not received yet, in eighths of a token."""
-        self._num_uncomputed = 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -98,11 +97,6 @@ class ChunkQueue(Generic[P]):
     def in_flight(self, prompt: P) -> bool:
         """Whether an unfinished step computes a chunk of `prompt`."""
         return prompt in self._in_flight
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens still to be computed, of all prompts."""
-        return self._num_uncomputed
 
     def num_unscheduled(self, prompt: P) -> int:
         """Tokens of `prompt` that are neither computed nor in an unfinished step."""
@@ -133,7 +127,6 @@ class ChunkQueue(Generic[P]):
         insort(self._order, prompt.urgency)
         self._prompts[prompt.urgency] = prompt
         self._added[prompt.urgency[0]].add(prompt, now)
-        self._num_uncomputed += prompt.num_uncomputed
 
     def remove(self, prompt: P) -> None:
         """Remove `prompt`, even while a step computes it: `step_done` then ignores its chunks. Inert if it is not
@@ -144,7 +137,6 @@ class ChunkQueue(Generic[P]):
         del self._prompts[prompt.urgency]
         self._added[prompt.urgency[0]].discard(prompt)
         self._in_flight.pop(prompt, None)
-        self._num_uncomputed -= prompt.num_uncomputed
 
     def from_rank(self, rank: int) -> Iterator[P]:
         """Prompts of the tier of `rank` and of lower tiers, the most urgent first."""
@@ -194,8 +186,6 @@ class ChunkQueue(Generic[P]):
                 del self._in_flight[chunk.prompt]
             if chunk.last:
                 self.remove(chunk.prompt)
-            else:
-                self._num_uncomputed -= chunk.end - chunk.start
             chunk.prompt.num_computed = chunk.end
         return live
 
@@ -246,7 +236,6 @@ class ChunkQueue(Generic[P]):
         assert self._order == sorted(self._prompts), "out of order"
         assert [prompt.urgency for prompt in self] == self._order, "an urgency has changed"
         assert set(self) == {prompt for heap in self._added for prompt in heap}
-        assert self._num_uncomputed == sum(prompt.num_uncomputed for prompt in self)
         assert all(prompt.num_uncomputed > 0 for prompt in self), "a computed prompt stays"
         for prompt, chunks in self._in_flight.items():
             assert prompt in self, "a chunk in flight of a prompt that has left"

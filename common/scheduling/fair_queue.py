@@ -71,12 +71,6 @@ class _Ranking:
         self._num_entries = 0
         self._last_number = 0
 
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __contains__(self, tenant: str) -> bool:
-        return tenant in self._members
-
     def put(self, tenant: str, account: _Account) -> None:
         """Add `tenant` with its present rate. If it is here already, this replaces its entry."""
         self._last_number += 1

@@ -15,6 +15,9 @@ nothing else would ever correct it."""
 _MOST_SCALE, _MOST_DRAFT_SCALE = 4.0, 16.0
 """Greatest factors, and the inverses of the least ones, by which observations correct what was measured: of a step, and
 of what drafts add to it."""
+_LEAST_ROW = 0.01
+"""Least part of a step that a drafted row is taken to add: were it nothing, no factor could correct it. In a large
+batch it is less: so much that the greatest factor makes the row as dear as every other one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,14 +45,14 @@ class RowTimes:
         base_s = self._measured_s(*plain)
         if not drafts[0]:
             return self.plan_s + self.scale * base_s
-        more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
+        more_s = self._more_s(plain, drafts, base_s)
         return self.draft_plan_s + self.scale * (base_s + self.draft_scale * more_s)
 
     def least_share(self, plain: tuple[int, int], most: int) -> float:
         """The least that each of up to `most` drafted rows may add to a step without drafts, as a share of it."""
         num_rows, base_s = plain[0], self._measured_s(plain[0], 0)
         further = {1, most, *(rows - num_rows for rows in self.rows if num_rows < rows < num_rows + most)}
-        row_s = min((self._measured_s(num_rows + num, 0) - base_s) / num for num in further)
+        row_s = min(self._more_s((num_rows, 0), (num, 0), base_s) / num for num in further)
         return self.scale * self.draft_scale * row_s / self.step_s(plain)
 
     def observe(
@@ -67,14 +70,19 @@ class RowTimes:
             return
         if plan_s is not None:
             self.draft_plan_s += _WEIGHT * (plan_s - self.draft_plan_s)
-        more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
-        if more_s > 0:
-            self.draft_scale = _moved(self.draft_scale, (seconds / self.scale - base_s) / more_s, _MOST_DRAFT_SCALE)
+        seen = (seconds / self.scale - base_s) / self._more_s(plain, drafts, base_s)
+        self.draft_scale = _moved(self.draft_scale, seen, _MOST_DRAFT_SCALE)
 
     def correct(self, expected_s: float, seconds: float) -> None:
         """Move `scale` towards what something took that was expected, by `step_s`, to take `expected_s`."""
         if expected_s > 0:
             self.scale = _moved(self.scale, self.scale * seconds / expected_s, _MOST_SCALE)
+
+    def _more_s(self, plain: tuple[int, int], drafts: tuple[int, int], base_s: float) -> float:
+        """What drafts add to a step that takes `base_s` without them, by what was measured."""
+        more_s = self._measured_s(plain[0] + drafts[0], plain[1] + drafts[1]) - base_s
+        least_row = min(_LEAST_ROW, 1 / (_MOST_DRAFT_SCALE * plain[0]))
+        return max(more_s, least_row * drafts[0] * base_s)
 
     def _measured_s(self, num_rows: int, num_tokens: int) -> float:
         """By the line between the measured numbers of rows on both sides; beyond the largest, by that through the last

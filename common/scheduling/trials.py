@@ -114,26 +114,20 @@ class TrialFeed:
         self._trials = trials
         self._gateway_of = gateway_of
         self._send = send
-        self._gateways: dict[Incarnation, None] = {}
         self._told: tuple[RequestKey, ...] = ()
 
     def begin(self, gateway: Incarnation) -> None:
         """A session with a gateway has opened, perhaps again."""
-        self._gateways[gateway] = None
         if self._told:
             self._tell([gateway])
 
-    def end(self, gateway: Incarnation) -> None:
-        """The gateway's session is over. Inert for a client that is not a gateway."""
-        self._gateways.pop(gateway, None)
-
-    def publish(self) -> bool:
-        """Tell the gateways if the turn has changed. Returns whether it has. Call this before each step, and when no
-        step begins."""
+    def publish(self, gateways: Iterable[Incarnation]) -> bool:
+        """Tell `gateways`, those with a session, if the turn has changed. Returns whether it has. Call this before each
+        step, and when no step begins."""
         if self._trials.turn == self._told:
             return False
         self._told = self._trials.turn
-        self._tell(self._gateways)
+        self._tell(gateways)
         return True
 
     def _tell(self, gateways: Iterable[Incarnation]) -> None:

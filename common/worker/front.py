@@ -92,6 +92,8 @@ class Front(Generic[_Request]):
         self._fence = AttemptFence(agenda.clock)
         self._cache_feed = CacheFeed(pool, agenda.send)
         self._trial_feed = TrialFeed(trials, self._gateway_of, agenda.send)
+        self._gateways: dict[Incarnation, None] = {}
+        """The gateways that have a session, in the order in which they came."""
         self._ended: dict[str, int] = {}
         self.requests: dict[RequestId, _Request] = {}
         """Requests that have not ended here."""
@@ -110,6 +112,7 @@ class Front(Generic[_Request]):
                 self._pool.release(block_ids)
             case SessionOpened(peer, role):
                 if role is Role.GATEWAY:
+                    self._gateways[peer] = None
                     self._cache_feed.begin(peer)
                     self._trial_feed.begin(peer)
             case _:
@@ -174,8 +177,7 @@ class Front(Generic[_Request]):
     def lost(self, peer: Incarnation) -> list[_Request]:
         """A client's session is over; returns its requests."""
         self.lender.on_peer_lost(peer)
-        self._cache_feed.end(peer)
-        self._trial_feed.end(peer)
+        self._gateways.pop(peer, None)
         return self._owned_by(peer)
 
     def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
@@ -192,11 +194,11 @@ class Front(Generic[_Request]):
 
     def tell_turn(self) -> bool:
         """Tell gateways which suspects compute next, if that has changed. Returns whether it has."""
-        return self._trial_feed.publish()
+        return self._trial_feed.publish(self._gateways)
 
     def tell_cache(self) -> None:
         """Tell gateways how the prefix cache has changed."""
-        self._cache_feed.publish()
+        self._cache_feed.publish(self._gateways)
 
     # --- what others see -----------------------------------------------------------------------------------------
 

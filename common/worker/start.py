@@ -9,8 +9,6 @@ from common.engine.engine import Engine, device_of
 from common.engine.kv_cache import KVCache
 from common.runtime.clock import monotonic
 from common.runtime.config import WorkerSettings
-from common.runtime.curve import CurveKeys
-from common.runtime.peer_networks import PeerNetworks
 from common.runtime.ucx import guard_allocator, guard_route
 from common.runtime.worker_host import WorkerHost
 from common.worker.shell import Core, WorkerShell
@@ -36,17 +34,7 @@ async def start_worker(
     `TransferError`."""
     cache = engine.runner.cache
     region = region_of(cache)
-    make_transport = transport_maker(
-        settings.transport,
-        region,
-        host.me,
-        settings.host,
-        CurveKeys.load(settings.curve_keys),
-        cache.synchronize,
-        PeerNetworks.of(settings),
-        settings.max_registrations,
-        settings.require_rdma,
-    )
+    make_transport = transport_maker(settings, region, host.me, cache.synchronize)
     core = make_core(region)
     worker = WorkerShell(core, settings, host.me, host.server, engine, region, make_transport, monotonic)
     await worker.start()

@@ -8,7 +8,7 @@ import logging
 from typing import Final
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from common.contract.errors import Cause
 from common.runtime.clock import Clock
@@ -55,23 +55,18 @@ class Guard:
         """Number of POST requests whose body has been read. Until then a request occupies only a connection."""
         metrics.requests_in_flight.set_function(lambda: self.num_in_flight)
 
-    @property
-    def middleware(self) -> Middleware:
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The middleware to install in the application."""
-
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            code = CLIENT_CLOSED_REQUEST
-            try:
-                response = await self._respond(request, handler)
-                code = response.status
-            finally:
-                self._metrics.answered(_endpoint(request), code)
-            if code >= 429 and request.method == "POST" and request.path.startswith("/v1/"):
-                self._note_failure(code)
-            return response
-
-        return guard
+        code = CLIENT_CLOSED_REQUEST
+        try:
+            response = await self._respond(request, handler)
+            code = response.status
+        finally:
+            self._metrics.answered(_endpoint(request), code)
+        if request.method == "POST" and request.path.startswith("/v1/"):
+            self._note_failure(code)
+        return response
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add headers to any answer before its head is sent, including streams and errors."""
@@ -80,7 +75,7 @@ class Guard:
             response.headers.update(request[CALLER].headers())
 
     def _note_failure(self, code: int) -> None:
-        """Record an answer other than the client's fault for the dashboard."""
+        """Record for the dashboard an answer that is a refusal or a failure, and not the client's fault."""
         if code in (429, 503):
             self._metrics.recent.refused(self._clock())
         elif code >= 500:
@@ -118,8 +113,9 @@ class Guard:
             answer = as_api_error(gateway_ended())
         except Exception as error:  # noqa: BLE001 (logged in as_api_error)
             answer = ApiError(CLIENT_CLOSED_REQUEST, "client gone") if is_gone(request) else as_api_error(error)
-            if answer.status == 500 and request.method == "POST" and not request.get(ACCEPTED):
-                self._metrics.failed(Cause.INTERNAL)  # from there on `RequestLife` counts
+            accepted = request.get(ACCEPTED, False)  # those are counted by `RequestLife`
+            if request.method == "POST" and not accepted and answer.code in (Cause.INTERNAL, Cause.CAPACITY):
+                self._metrics.failed(answer.code)
         return answer.response(self._limits.retry_after_s, headers)
 
     def knows(self, request: web.Request) -> bool:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from common.contract.errors import Cause
+from gateway.answer.chunk_sender import ChunkSender
 from gateway.intake.request_intake import Job
 from gateway.serving.generation import Delta, GenerationFailed, Generator, PromptDelta
 from gateway.text.answer_parts import AnswerParts
@@ -21,9 +22,10 @@ _QUEUED_PIECES = 64
 """Pieces that wait for the client, of a request with several prompts; at this number its generations are not read."""
 _TURN_CHOICES = 64
 """Choices without tokens that are answered in one turn of the event loop."""
-_PROMPTS_AT_ONCE = 32
-"""Prompts of one request that are generated at a time; the others begin as these end. With this bound as many requests
-as may be in flight by default have no more open generations than one message to a worker can list."""
+_CHOICES_AT_ONCE = 32
+"""Choices of one request with several prompts that are generated at a time; the other prompts begin as these end. With
+this bound the choices of as many requests as may be in flight by default fit into the list of one message to a
+worker."""
 
 
 class ChoicePieces(Protocol):
@@ -37,21 +39,8 @@ class ChoicePieces(Protocol):
         ...
 
 
-class Outlet(Protocol):
-    """Where pieces go, except those that `stream_pieces` yields."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether a piece can be taken: those before it are sent."""
-        ...
-
-    def take(self, piece: Piece) -> None:
-        """Take a piece that does not end its choice."""
-        ...
-
-
 def stream_pieces(
-    generator: Generator, tokenizer: SpecialDecoder, job: Job, outlet: Outlet | None = None
+    generator: Generator, tokenizer: SpecialDecoder, job: Job, outlet: ChunkSender | None = None
 ) -> AsyncGenerator[Piece, None]:
     """Generate every prompt of `job`; yield the pieces of all choices, those of one choice in order. While the reader
     waits, and `outlet` is ready, that one gets the pieces.
@@ -64,7 +53,8 @@ def stream_pieces(
     prompts, numbers = _Prompts(tokenizer, job), range(len(job.generations))
     if len(numbers) == 1:
         return _one_generation(generator, prompts, 0, outlet)
-    return _merged([_one_generation(generator, prompts, number) for number in numbers])
+    at_once = max(1, _CHOICES_AT_ONCE // job.generations[0].num_choices)
+    return _merged([_one_generation(generator, prompts, number) for number in numbers], at_once)
 
 
 async def _prompts_alone(job: Job) -> AsyncGenerator[Piece, None]:
@@ -95,7 +85,7 @@ class _NoText:
 class _Shortcut:
     """Turns deltas into pieces, and gives them to the outlet."""
 
-    def __init__(self, choices: Sequence[ChoicePieces], outlet: Outlet) -> None:
+    def __init__(self, choices: Sequence[ChoicePieces], outlet: ChunkSender) -> None:
         self._choices = choices
         self._outlet = outlet
         self.left: deque[Sequence[Piece] | Exception] = deque()
@@ -163,7 +153,7 @@ class _Prompts:
 
 
 async def _one_generation(
-    generator: Generator, prompts: _Prompts, number: int, outlet: Outlet | None = None
+    generator: Generator, prompts: _Prompts, number: int, outlet: ChunkSender | None = None
 ) -> AsyncGenerator[Piece, None]:
     generation, prompt, choices = prompts.job.generations[number], prompts.text(number), prompts.choices(number)
     num_open = len(choices)
@@ -198,9 +188,9 @@ async def _one_generation(
     raise GenerationFailed(Cause.INTERNAL, f"a generation ended with {num_open} of its choices open")
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def _merged(streams: Sequence[AsyncGenerator[Piece, None]], at_once: int) -> AsyncGenerator[Piece, None]:
     queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_QUEUED_PIECES)
-    room = asyncio.Semaphore(_PROMPTS_AT_ONCE)
+    room = asyncio.Semaphore(at_once)
     tasks = [asyncio.create_task(_pump(stream, queue, room)) for stream in streams]
     try:
         num_open = len(tasks)

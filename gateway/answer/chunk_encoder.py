@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from gateway.answer.answer_schemas import Usage
 from gateway.answer.responses import AnswerFormat
@@ -19,9 +19,13 @@ _LINE_ENDS = {each: f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 """What JSON may have as it is, and clients that cut a stream into lines as Python does take for the end of one."""
 
 
-def encode(payload: Mapping[str, object]) -> bytes:
+def encode(value: object) -> bytes:
     """Encode as JSON without spaces; an iterator becomes an array."""
-    return _encoded(payload)
+    text = _JSON.encode(value)
+    if not text.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            text = text.replace(end, escaped)
+    return text.encode()
 
 
 def encode_in_pieces(payload: object) -> Iterator[bytes]:
@@ -30,7 +34,7 @@ def encode_in_pieces(payload: object) -> Iterator[bytes]:
     match payload:
         case dict():
             for number, (name, value) in enumerate(payload.items()):
-                yield (b"," if number else b"{") + _encoded(name) + b":"
+                yield (b"," if number else b"{") + encode(name) + b":"
                 yield from encode_in_pieces(value)
             yield b"}" if payload else b"{}"
         case Iterator():
@@ -41,10 +45,10 @@ def encode_in_pieces(payload: object) -> Iterator[bytes]:
             yield b"]" if number else b"[]"
         case list() | tuple() if len(payload) > _ITEMS_AT_ONCE:
             for start in range(0, len(payload), _ITEMS_AT_ONCE):
-                yield (b"," if start else b"[") + _encoded(payload[start : start + _ITEMS_AT_ONCE])[1:-1]
+                yield (b"," if start else b"[") + encode(payload[start : start + _ITEMS_AT_ONCE])[1:-1]
             yield b"]"
         case _:
-            yield _encoded(payload)
+            yield encode(payload)
 
 
 class ChunkEncoder:
@@ -68,18 +72,10 @@ class ChunkEncoder:
         around = self._around.get(piece.choice)
         if around is None:
             around = self._around[piece.choice] = self._split(piece.choice)
-        return around[0] + _encoded(piece.text) + around[1]
+        return around[0] + encode(piece.text) + around[1]
 
     def _split(self, choice: int) -> tuple[bytes, bytes]:
         mark = secrets.token_hex(16)  # occurs nowhere else in the chunk
         piece = Piece(choice=choice, text=mark, num_tokens=1, reports=(), finish_reason=None)
         before, _, after = encode({**self._answer.chunk(piece, False), **self._rest}).partition(f'"{mark}"'.encode())
         return before, after
-
-
-def _encoded(value: object) -> bytes:
-    text = _JSON.encode(value)
-    if not text.isascii():
-        for end, escaped in _LINE_ENDS.items():
-            text = text.replace(end, escaped)
-    return text.encode()

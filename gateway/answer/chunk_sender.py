@@ -12,7 +12,7 @@ from gateway.web.event_stream import EventStream
 
 
 class ChunkSender:
-    """The events of one request (`gateway.answer.choice_stream.Outlet`)."""
+    """The events of one request."""
 
     def __init__(self, events: EventStream, job: Job, answer: AnswerFormat, observe: Callable[[Piece], None]) -> None:
         """`observe` is called with each piece before it is sent."""
@@ -35,11 +35,11 @@ class ChunkSender:
 
     @property
     def ready(self) -> bool:
-        """Whether `take` can be called."""
+        """Whether `take` can be called: the pieces before are sent."""
         return self._events.flows
 
     def take(self, piece: Piece) -> None:
-        """Send a piece at once. There must be no piece before it that is not sent."""
+        """Send a piece that does not end its choice, at once; `ready` must hold."""
         event = self._event(piece)
         if event:
             self._events.send_now(event)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 from aiohttp import web
 from prometheus_client import Gauge
@@ -22,11 +22,10 @@ from gateway.api_settings import ApiSettings
 from gateway.dashboard import assets
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.pool_view import Names, pool_view
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import GatewayMetrics
-from gateway.serving.flow import Flow
 from gateway.web.event_stream import EventStream
 from gateway.web.http_errors import ApiError
-from gateway.workers.worker_view import WorkerView
 
 PERIOD_S: Final = 0.4
 """Seconds between two events."""
@@ -36,29 +35,12 @@ _LATEST_SLOTS: Final = 4
 """Slots in each event except the first, which has all."""
 
 
-class Pools(Protocol):
-    """The dispatcher's view of workers and requests."""
-
-    @property
-    def handoffs(self) -> Mapping[tuple[str, str], int]:
-        """Completed handoffs, by (address of the prefill worker, address of the decode worker)."""
-        ...
-
-    def worker_views(self) -> Collection[WorkerView]:
-        """All workers that this gateway knows."""
-        ...
-
-    def open_flows(self) -> Iterable[Flow]:
-        """The open requests, oldest first."""
-        ...
-
-
 class Dashboard:
     """The page and its data; `create_app` takes it."""
 
     def __init__(
         self,
-        pools: Pools,
+        dispatcher: Dispatcher,
         settings: ApiSettings,
         metrics: GatewayMetrics,
         *,
@@ -66,7 +48,7 @@ class Dashboard:
         period_s: float = PERIOD_S,
     ) -> None:
         """`clock` is the application's."""
-        self._pools = pools
+        self._dispatcher = dispatcher
         self._model_name = settings.model_name
         self._targets = {
             tier.value: {"ttft_s": _finite(target.ttft_s), "itl_s": _finite(target.itl_s)}
@@ -129,10 +111,10 @@ class Dashboard:
         return latest
 
     def _view(self, now: float) -> dict[str, object]:
-        pools = self._pools
+        dispatcher = self._dispatcher
         return {
             "model": self._model_name,
-            **pool_view(pools.worker_views(), pools.open_flows(), pools.handoffs, now, self._names),
+            **pool_view(dispatcher.worker_views(), dispatcher.open_flows(), dispatcher.handoffs, now, self._names),
             "summary": self._recent.summary(now),
             "targets": self._targets,
         }

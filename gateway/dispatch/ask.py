@@ -73,7 +73,7 @@ class Ask(NamedTuple):
 
     def decode_rows(self, table: LoadTable, rows: Rows) -> Rows:
         """The decode workers to choose from. If all of them have failed the request, all are returned."""
-        rows = self.takers(table, rows)
+        rows = connected(table, self.takers(table, rows))
         return self._beside(table, either(without(table, rows, self.avoid), rows))
 
     def prefill_rows(self, table: LoadTable, rows: Rows) -> Rows:
@@ -84,7 +84,8 @@ class Ask(NamedTuple):
         if self.admitted and len(rows) - len(left) >= _MOST_SOURCES:
             return rows[:0]
         left = without(table, left, self.too_small)
-        return self._beside(table, left[table.max_sequence_tokens[left] >= self.num_tokens])
+        left = left[table.max_sequence_tokens[left] >= self.num_tokens]
+        return self._beside(table, connected(table, left))
 
     def _beside(self, table: LoadTable, rows: Rows) -> Rows:
         return either(rows[np.isin(rows, table.rows_of(self.beside))], rows) if self.beside else rows
@@ -97,6 +98,11 @@ class Ask(NamedTuple):
 def without(table: LoadTable, rows: Rows, lives: frozenset[WorkerLife]) -> Rows:
     """The workers of `rows` but for these."""
     return rows[~np.isin(rows, table.rows_of(lives))] if lives else rows
+
+
+def connected(table: LoadTable, rows: Rows) -> Rows:
+    """The workers whose connection has not broken, or all if there are none: the others have perhaps crashed."""
+    return either(rows[~np.isin(rows, list(table.broken))], rows) if table.broken else rows
 
 
 def either(rows: Rows, others: Rows) -> Rows:

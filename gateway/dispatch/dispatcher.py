@@ -39,16 +39,8 @@ from gateway.dispatch.token_rows import TokenRows
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.serving.attempt import Assignment, Attempt, Deliver, SendToWorker
 from gateway.serving.flow import Flow
-from gateway.serving.flow_actions import (
-    AssignmentOver,
-    AttemptBegan,
-    Done,
-    Fail,
-    FlowAction,
-    Unwanted,
-    Want,
-)
-from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness
+from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, FlowAction, Unwanted, Want
+from gateway.serving.generation import Delta, Fail, Generation, GenerationFailed, PromptDelta, Readiness
 from gateway.serving.suspicion import Crash
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
@@ -98,6 +90,8 @@ class Dispatcher(Collector):
         self.links = Links(me, registry, index, self, clock, pulse, keys)
         self.placement = Placement(registry, router, index, ttft_limits)
         self._open: dict[OpenRequest, None] = {}
+        self._num_choices = 0
+        """Choices of the open requests. Each may have an attempt of its own at a worker, whose Hello then lists it."""
         self._by_id: dict[RequestId, OpenRequest] = {}
         """Request id as workers know it → request. A request may have several ids."""
         self._at: dict[str, dict[OpenRequest, None]] = {}
@@ -127,9 +121,7 @@ class Dispatcher(Collector):
                         yield delta_of_prompt
                     case Done():
                         return
-                    case Fail(cause, message):
-                        refusal = generation.admittance.refusal
-                        retry_after_s = None if refusal is None else refusal.retry_after_s
+                    case Fail(cause, message, retry_after_s):
                         raise GenerationFailed(cause, message, retry_after_s=retry_after_s)
         finally:
             generation.give_up = None  # it holds the request that the generation belongs to
@@ -153,8 +145,8 @@ class Dispatcher(Collector):
         readiness = self.ready()
         if not (readiness.ready or admittance.taken):
             raise GenerationFailed(Cause.WORKER_LOST, readiness.reason)
-        if len(self._open) >= MAX_OPEN_REQUESTS:
-            raise GenerationFailed(Cause.CAPACITY, f"{MAX_OPEN_REQUESTS} generations in flight already")
+        if self._num_choices + generation.num_choices > MAX_OPEN_REQUESTS:
+            raise GenerationFailed(Cause.CAPACITY, f"{self._num_choices} choices in flight already")
         if admittance.opened_at is None:
             admittance.opened_at = now
         elif now >= admittance.opened_at + generation.budget_s:
@@ -164,6 +156,7 @@ class Dispatcher(Collector):
             request.hash_prompt(self._registry.block_size)
         generation.waterfall.opened(admittance.opened_at)
         self._open[request] = None
+        self._num_choices += generation.num_choices
         self._watch(request)
         self._carry_out_all(request, request.flow.begin())
         return request
@@ -176,6 +169,7 @@ class Dispatcher(Collector):
         self._carry_out_all(request, flow.cancel())
         self.placement.answered(request, self._clock())
         del self._open[request]
+        self._num_choices -= flow.generation.num_choices
         for request_id in flow.requests:
             self._by_id.pop(request_id, None)
         for address in request.addresses:
@@ -207,7 +201,7 @@ class Dispatcher(Collector):
                 why = "the request's time ran out at the gateway"
             self._carry_out_all(request, flow.fail(Cause.DEADLINE, f"{why}; {flow.attempts.whereabouts}"))
 
-    # --- what the links report (`gateway.dispatch.links.Requests`) -------------------------------------------------
+    # --- what the links report (`gateway.dispatch.links`) ----------------------------------------------------------
 
     def keys_at(self, address: str) -> set[RequestKey]:
         """The requests that a worker holds, as far as they know."""

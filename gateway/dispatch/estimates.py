@@ -19,7 +19,7 @@ import numpy as np
 from common.contract.tiers import Tier
 from gateway.workers.load_table import Column, LoadTable
 
-_PULL_LATENCY_S: Final = 0.005
+PULL_LATENCY_S: Final = 0.005
 """Fixed latency of a pull in seconds."""
 
 
@@ -40,7 +40,7 @@ def prompt_s(table: LoadTable, num_tokens: int, here: Column, num_elsewhere: flo
     pulls = (here < num_elsewhere) & (table.pulled_token_s < np.inf)
     if not pulls.any():
         return computing_s
-    pulling_s = np.where(pulls, table.pulled_token_s, 0.0) * (num_elsewhere - here) + _PULL_LATENCY_S
+    pulling_s = np.where(pulls, table.pulled_token_s, 0.0) * (num_elsewhere - here) + PULL_LATENCY_S
     pulling_s += table.token_s * (num_tokens - num_elsewhere)
     return np.where(pulls, np.minimum(computing_s, pulling_s), computing_s)
 

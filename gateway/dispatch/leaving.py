@@ -8,7 +8,7 @@ Life cycle of a round, which looks at every request once, oldest first:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,8 @@ class Leaving:
         self._registry = registry
         self._router = router
         self._rounds: dict[str, Iterator[Leaver | None]] = {}
+        self._none_for: dict[Tier, int] = {}
+        """Tier → tokens of the shortest of its sequences for which no worker had room since a round began."""
 
     def __bool__(self) -> bool:
         return bool(self._rounds)
@@ -54,7 +56,8 @@ class Leaving:
         """Begin a round through `requests`, because the worker at `address` drains. Inert during a round: a draining
         worker reports itself again, and the next round finds sequences that this one has missed."""
         if address not in self._rounds:
-            self._rounds[address] = _look_through(address, tuple(requests))
+            self._none_for.clear()
+            self._rounds[address] = _look_through(address, tuple(requests), self._none_for)
 
     def next(self) -> Leaver | None:
         """The next sequence to leave, from the oldest round; None if those examined in this call have none, or the
@@ -105,19 +108,28 @@ class Leaving:
             for row, worker in zip(rows.tolist(), self._registry.table.views(rows), strict=True)
             if worker.address != address and worker.has_room(ask.num_tokens, tier)
         }
+        # Only if each usable worker comes into question: another sequence may go where this one does not fit.
+        if not others and len(rows) == len(self._router.takers(_ONE_TOKEN._replace(fingerprint=fingerprint))):
+            self._none_for[tier] = min(ask.num_tokens, self._none_for.get(tier, ask.num_tokens))
         untried = [row for row, life in others.items() if life not in choice.bad_sinks]
         if not others or not (untried or choice.may_try_again(now)):
             return None
         return self._router.taker(np.array(untried or list(others)), ask, {})
 
 
-def _look_through(address: str, requests: Sequence[OpenRequest]) -> Iterator[Leaver | None]:
+def _look_through(
+    address: str, requests: Sequence[OpenRequest], none_for: Mapping[Tier, int]
+) -> Iterator[Leaver | None]:
     """Sequences that run at a worker, and None after every few requests without any. All sequences of a request are
-    found together, so some of them may have ended before they are returned."""
+    found together, so some of them may have ended before they are returned. Those for which there is no room by
+    `none_for` (tier → tokens of the shortest one) are left out."""
     num_looked_at = 0
     for request in requests:
         num_looked_at += 1 + len(request.flow.attempts)
+        tier = request.flow.generation.tier
         for attempt, choice in request.flow.attempts.movable(address):
+            if tier in none_for and choice.next_position >= none_for[tier]:
+                continue
             num_looked_at = 0
             yield Leaver(request, attempt, choice)
         if num_looked_at >= MOST_LOOKED_AT:

@@ -6,7 +6,7 @@ Life cycle of a worker here:
                                                                    ──► forgotten, because it is listed no more
 
 What a message says of the worker itself is kept here: its load in the registry, its cache in the prefix index, its
-suspects in `_trials`. Everything about requests goes to their holder (`Requests`), which never calls back meanwhile.
+suspects in `_trials`. Everything about requests goes to their holder (`Dispatcher`), which never calls back meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 from prometheus_client.metrics_core import Metric
@@ -36,35 +36,10 @@ from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
 from gateway.workers.worker_life import WorkerLife
 
+if TYPE_CHECKING:
+    from gateway.dispatch.dispatcher import Dispatcher
+
 log = logging.getLogger(__name__)
-
-
-class Requests(Protocol):
-    """The holder of all open requests, as the links need it."""
-
-    def keys_at(self, address: str) -> set[RequestKey]:
-        """The requests that a worker holds, as far as they know."""
-
-    def on_step(self, address: str, message: StepTokens) -> None:
-        """A decode worker has completed a step."""
-
-    def on_request(self, address: str, message: RequestMessage) -> None:
-        """A worker tells of one request."""
-
-    def on_resync(self, address: str, listed: frozenset[RequestKey], known: frozenset[RequestKey]) -> None:
-        """Messages to or from a worker were lost. Of the requests `listed` in the Hello it still has those `known`."""
-
-    def on_loss(self, address: str, why: str, crash: Crash | None) -> None:
-        """Nothing more comes of what a worker has; `crash` if its process has died."""
-
-    def on_load(self, address: str) -> None:
-        """A worker has told its load."""
-
-    def on_forgotten(self, address: str) -> None:
-        """A worker no longer exists."""
-
-    def look_again(self) -> None:
-        """Other workers may be usable now."""
 
 
 class _Order(NamedTuple):
@@ -85,7 +60,7 @@ class Links:
         me: Incarnation,
         registry: Registry,
         index: PrefixIndex,
-        requests: Requests,
+        requests: Dispatcher,
         clock: Clock,
         pulse: Pulse,
         keys: CurveKeys | None = None,
@@ -112,7 +87,7 @@ class Links:
         self._usable = asyncio.Event()
         self._follows = False
         """Whether workers are discovered. Discovered workers may be of another version for a while, and are refused."""
-        self._broken: asyncio.Future[None] | None = None
+        self._failure: asyncio.Future[None] | None = None
         """Set while `run` is running. It fails, and `run` with it, if a link ends because of a bug, or if workers do
         not fit together from the start."""
 
@@ -126,14 +101,14 @@ class Links:
         A misfit that is discovered, comes later, or occurs while requests are served is logged, and the worker is
         refused.
         """
-        self._broken = asyncio.get_running_loop().create_future()
+        self._failure = asyncio.get_running_loop().create_future()
         for address in self._registry.workers:
             if not self._link(address):
                 raise OperatorError(f"no link to the worker at {address} can be made: are there file descriptors left?")
         try:
-            await self._broken
+            await self._failure
         finally:
-            self._broken = None
+            self._failure = None
             tasks = list(self._linking)
             for task in tasks:
                 task.cancel()
@@ -157,7 +132,7 @@ class Links:
             if worker is not None and (worker.role, worker.identity) != (role, endpoint.identity):
                 self._forget(address, "its address is another worker's now")
                 worker = None
-            if worker is None and (self._broken is None or self._link(address)):
+            if worker is None and (self._failure is None or self._link(address)):
                 self._registry.add(role, endpoint)
         self._registry.relist(role, {each.address: each.serving for each in endpoints})
         for worker in list(self._registry.workers.values()):
@@ -169,7 +144,15 @@ class Links:
         """Begin to link with a worker. False if that cannot be now: the next list of the workers has it again."""
         try:
             link = ControlClient(
-                self._context, address, self._me, self, self._clock, self._pulse, self._keys, resolver=self._resolver
+                self._context,
+                address,
+                self._me,
+                self,
+                self._clock,
+                self._pulse,
+                self._keys,
+                resolver=self._resolver,
+                on_broken=self.on_broken,
             )
         except zmq.ZMQError as error:  # no file descriptor is left
             log.error("no link to %s can be made: %s", address, error)
@@ -182,8 +165,8 @@ class Links:
 
     def _on_link_end(self, task: asyncio.Task[None]) -> None:
         link = self._linking.pop(task)
-        if self._broken is not None and not self._broken.done() and not task.cancelled():
-            self._broken.set_exception(task.exception() or AssertionError(f"the link to {link.address} has ended"))
+        if self._failure is not None and not self._failure.done() and not task.cancelled():
+            self._failure.set_exception(task.exception() or AssertionError(f"the link to {link.address} has ended"))
 
     def _forget(self, address: str, why: str) -> None:
         """Remove a worker that no longer exists."""
@@ -229,8 +212,8 @@ class Links:
 
     def may_have_crashed(self, address: str) -> bool:
         """Whether a worker's connection has broken, and it is not known yet whether it has crashed."""
-        link = self._links.get(address)
-        return link is not None and link.broken
+        worker = self._registry.workers.get(address)
+        return worker is not None and worker.broken_at is not None
 
     # --- events from workers (`common.runtime.channel.ClientHandler`) ----------------------------------------------
 
@@ -252,13 +235,17 @@ class Links:
             serves = any(worker.in_flight for worker in self._registry.workers.values())
             if self._follows or self._usable.is_set() or serves:
                 log.error("worker refused: %s", error)
-            elif self._broken is not None and not self._broken.done():  # the first of several misfits is enough
-                self._broken.set_exception(error)
+            elif self._failure is not None and not self._failure.done():  # the first of several misfits is enough
+                self._failure.set_exception(error)
             return
         log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
         for request, attempt in set(welcome.open_requests) - self._requests.keys_at(link.address):
             link.send(Abort(request=request, attempt=attempt))  # it has ended here since the Hello
         self._workers_changed()
+
+    def on_broken(self, link: ControlClient) -> None:
+        """Handle a broken connection. Whether the worker has crashed is not known yet."""
+        self._registry.broken(link.address, self._clock())
 
     def on_resync(self, link: ControlClient, welcome: Welcome) -> None:
         """Handle the loss of messages to or from a worker."""
@@ -279,7 +266,7 @@ class Links:
                 del self._orders[link.address]
             if self._registry.heartbeat(link.address, message, self._clock()):
                 log.error("the engine of %s makes no progress: what it has goes elsewhere", link.address)
-                self._lose(link.address, "its engine makes no progress", crashed=False)
+                self._lose(link.address, "its engine makes no progress")
             self._requests.on_load(link.address)
             self._workers_changed()
         elif isinstance(message, Trial):
@@ -307,16 +294,17 @@ class Links:
             self._registry.refuses(link.address, refused.message)
 
     def _session_over(self, link: ControlClient, why: str, *, crashed: bool) -> None:
-        self._registry.lost(link.address, self._clock())
+        now, crashed_at = self._clock(), self._registry.workers[link.address].broken_at
+        # Work given since the connection broke, or in the time that the channel takes to notice, never reached it.
+        crashed_at = now - RECONNECT_S if crashed_at is None else crashed_at
+        self._registry.lost(link.address, now)
         if link.worker is not None:
             self._index.forget(WorkerLife(link.address, link.worker))
-        self._lose(link.address, why, crashed=crashed)
+        self._lose(link.address, why, crashed_at if crashed else None)
 
-    def _lose(self, address: str, why: str, *, crashed: bool) -> None:
+    def _lose(self, address: str, why: str, crashed_at: float | None = None) -> None:
         trial = self._trials.pop(address, Trial(num_requests=0, requests=()))
-        # The channel has noticed the loss only now. Work sent in the meantime has never reached the worker.
-        at = self._clock() - RECONNECT_S
-        crash = Crash(at, trial.num_requests, frozenset(trial.requests)) if crashed else None
+        crash = None if crashed_at is None else Crash(crashed_at, trial.num_requests, frozenset(trial.requests))
         self._requests.on_loss(address, why, crash)
 
     # --- results -------------------------------------------------------------------------------------------------

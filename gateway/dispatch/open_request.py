@@ -14,8 +14,8 @@ from common.runtime.logs import about
 from gateway.dispatch.mailbox import Mailbox
 from gateway.dispatch.router import Cached, Expected
 from gateway.serving.flow import Flow
-from gateway.serving.flow_actions import Done, Fail
-from gateway.serving.generation import Delta, PromptDelta
+from gateway.serving.flow_actions import Done
+from gateway.serving.generation import Delta, Fail, PromptDelta
 
 ClientMailbox = Mailbox[Delta | PromptDelta | Done | Fail]
 

@@ -26,7 +26,8 @@ from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Tier
 from common.runtime.probes import counter, gauge
-from gateway.dispatch.ask import Ask
+from gateway.dispatch.ask import Ask, connected
+from gateway.dispatch.estimates import PULL_LATENCY_S
 from gateway.dispatch.leaving import Leaving
 from gateway.dispatch.open_request import OpenRequest
 from gateway.dispatch.router import Handoff, Local, LocalPrefill, Rebind, Route, Router
@@ -34,10 +35,11 @@ from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.dispatch.waiting import Waiting
 from gateway.serving.attempt import Assignment
 from gateway.serving.flow_actions import FlowAction, Want
-from gateway.serving.generation import Refusal
+from gateway.serving.generation import Fail
 from gateway.workers.load_table import Rows
 from gateway.workers.prefix_index import PrefixIndex
 from gateway.workers.registry import Registry
+from gateway.workers.worker_life import WorkerLife
 from gateway.workers.worker_view import Given
 
 log = logging.getLogger(__name__)
@@ -130,7 +132,7 @@ class Placement:
         given = self._given[assignment] = Given(
             number=number,
             tier=work.tier,
-            num_tokens=len(work.token_ids) - request.cached.get(assignment.life, 0) if computes else 0,
+            num_tokens=self._num_to_compute(request, assignment.life, work) if computes else 0,
             num_sequences=len(work.choices) if decodes else 0,
             num_blocks=-(-len(work.token_ids) // request.block_size) if decodes else 0,
             at=now,
@@ -159,6 +161,15 @@ class Placement:
 
     # --- internal steps ------------------------------------------------------------------------------------------
 
+    def _num_to_compute(self, request: OpenRequest, life: WorkerLife, work: Prefill | Decode) -> int:
+        """Prompt tokens that a worker probably computes: neither cached there nor cheaper to pull from another one."""
+        num_held, load = request.cached.get(life, 0), self._registry.workers[life.address].load
+        if isinstance(work, Prefill) and work.prefix is not None and load is not None:
+            num_pulled = work.prefix.num_tokens - num_held
+            if PULL_LATENCY_S + load.pulled_token_s * num_pulled < load.token_s * num_pulled:
+                num_held += num_pulled
+        return len(work.token_ids) - num_held
+
     def _decide(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction | Hopeless]:
         """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
         flow = request.flow
@@ -177,12 +188,13 @@ class Placement:
         return self._route(want, request, ask)
 
     def _holds(self, want: Want, ask: Ask, takers: Rows) -> bool:
-        """Whether an admitted request waits although decode workers may take it: none of them has room, and others are
-        coming back. Else the first one back would get all requests that wait, and those that find no room would stay
-        there. They are looked at again when another one is back, or with the first heartbeat after the time for it."""
+        """Whether an admitted request waits although decode workers may take it: none that is connected has room, and
+        others are coming back. Else the first one back would get all requests that wait, and those that find no room
+        would stay there. They are looked at again when another one is back, or with the first heartbeat after the time
+        for it."""
         if not want.admitted or not len(takers) or ask.now >= self._registry.coming_back_until():
             return False
-        return not self._router.has_room(ask, takers)
+        return not self._router.has_room(ask, connected(self._registry.table, takers))
 
     def _note_hope(self, want: Want, ask: Ask) -> Sequence[Hopeless]:
         """Let choices wait until the request's deadline, or, if no suitable worker exists, as long as its patience
@@ -210,10 +222,10 @@ class Placement:
         if generation.waterfall.route is None and not isinstance(route, Rebind):
             generation.waterfall.route = route.explain
         if refusal is not None:
-            return flow.fail(Cause.CAPACITY, refusal.message)
+            return flow.fail(refusal.cause, refusal.message, refusal.retry_after_s)
         return self._go(want, request, route, ask.now)
 
-    def _within_limits(self, request: OpenRequest, route: Route, ask: Ask) -> tuple[Route, Refusal | None]:
+    def _within_limits(self, request: OpenRequest, route: Route, ask: Ask) -> tuple[Route, Fail | None]:
         """Where a request goes, and why it is refused, if it is. That is decided once for each request: its other
         prompts follow the first, and failovers are let in. The best route may be one with a wait, so before a refusal
         the route with the least wait is tried."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from prometheus_client.metrics_core import Metric
 
@@ -17,26 +16,18 @@ from gateway.serving.attempt import Tally
 _BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
-@dataclass(slots=True)
 class RecoveryMetrics:
     """Recovery counters of one gateway."""
 
-    tally: Tally = field(default_factory=Tally)
-    """Counted by the flows of all requests."""
-    trials: Counter[Suspicion] = field(default_factory=Counter)
-    """Prompts and sequences given to workers, by how they are tried."""
-    resume: PlainHistogram = field(
-        default_factory=lambda: PlainHistogram(
-            "baton_gateway_resume_seconds", "From the failure of an attempt to the stream's next token.", _BUCKETS_S
-        )
-    )
-    pause: PlainHistogram = field(
-        default_factory=lambda: PlainHistogram(
-            "baton_gateway_move_pause_seconds",
-            "Between a stream's last token from one worker and the next from another.",
-            _BUCKETS_S,
-        )
-    )
+    def __init__(self) -> None:
+        self.tally = Tally()
+        """Counted by the flows of all requests."""
+        self.trials: Counter[Suspicion] = Counter()
+        """Prompts and sequences given to workers, by how they are tried."""
+        text = "From the failure of an attempt to the stream's next token."
+        self.resume = PlainHistogram("baton_gateway_resume_seconds", text, _BUCKETS_S)
+        text = "Between a stream's last token from one worker and the next from another."
+        self.pause = PlainHistogram("baton_gateway_move_pause_seconds", text, _BUCKETS_S)
 
     def collect(self) -> Iterable[Metric]:
         """Current values of the metrics."""

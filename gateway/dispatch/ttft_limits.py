@@ -14,9 +14,10 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+from common.contract.errors import Cause
 from common.contract.tiers import Tier
 from gateway.dispatch.router import Expected
-from gateway.serving.generation import Refusal
+from gateway.serving.generation import Fail
 
 _LEAST_SHARE: Final = 0.5
 """Share of a tier's limit that any prompt may wait, however long the prompt itself takes."""
@@ -44,7 +45,7 @@ class TtftLimits:
         back = _STEP * _STEPS_PER_S * max(0.0, now - self._stepped_at[tier])
         return min(_MOST_MARGIN, self._margins[tier] + back)
 
-    def refusal(self, tier: Tier, expected: Expected, now: float) -> Refusal | None:
+    def refusal(self, tier: Tier, expected: Expected, now: float) -> Fail | None:
         """The refusal of a request of this tier, or None if it is accepted."""
         limit_s = self._limits_s[tier]
         wait_s = expected.wait_s
@@ -52,8 +53,9 @@ class TtftLimits:
         if not limit_s or wait_s <= allowed_s:
             return None
         what = "a prompt's turn" if expected.waits_for_turn else "room in a batch"
-        return Refusal(
-            message=f"the workers are busy: {wait_s:.1f} s to wait for {what}, {allowed_s:.1f} s allowed for service "
+        return Fail(
+            Cause.CAPACITY,
+            f"the workers are busy: {wait_s:.1f} s to wait for {what}, {allowed_s:.1f} s allowed for service "
             f"tier {tier}",
             retry_after_s=math.ceil(wait_s - allowed_s),
         )

@@ -20,60 +20,55 @@ _SHORT_CHARS: Final = 2048
 """A conversation of at most so many messages and characters is short: it is rendered on the event loop's thread."""
 
 
-class Conversations:
-    """Renders conversations with the model's chat template."""
+async def rendered(
+    dialect: Dialect,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    switches: Mapping[str, Any],
+    ending: PromptEnding = "answer",
+) -> str:
+    """The text of a conversation, for `ModelTokenizer.encode` without further special tokens.
 
-    def __init__(self, tokenizer: ModelTokenizer, dialect: Dialect) -> None:
-        self._tokenizer = tokenizer
-        self._dialect = dialect
+    Raises `ApiError`, a 400, for what the template refuses or would leave out, and for variables and functions that it
+    does not take.
+    """
+    tokenizer = dialect.tokenizer
+    for name in switches:
+        if not tokenizer.takes_switch(name):
+            raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name[:64]!r} is not a request's to set")
+    if tools and not dialect.takes_tools:
+        raise invalid("tools", "tools: this model's chat template does not tell the model of functions")
 
-    async def render(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Tool],
-        switches: Mapping[str, Any],
-        ending: PromptEnding = "answer",
-    ) -> str:
-        """The text of a conversation, for `ModelTokenizer.encode_rendered`.
+    def render() -> str:
+        _refuse_lost_messages(tokenizer, messages, with_tools=bool(tools))
+        return tokenizer.render_chat(
+            [message.for_template() for message in messages],
+            [tool.for_template() for tool in tools],
+            switches,
+            ending,
+        )
 
-        Raises `ApiError`, a 400, for what the template refuses or would leave out, and for variables and functions that
-        it does not take.
-        """
-        for name in switches:
-            if not self._tokenizer.takes_switch(name):
-                raise invalid("chat_template_kwargs", f"chat_template_kwargs: {name[:64]!r} is not a request's to set")
-        if tools and not self._dialect.takes_tools:
-            raise invalid("tools", "tools: this model's chat template does not tell the model of functions")
+    try:
+        if _is_short(messages, tools, switches):
+            return render()
+        return await asyncio.get_running_loop().run_in_executor(tokenizer.threads, render)
+    except ChatTemplateError as error:
+        raise invalid("messages", str(error)) from error
 
-        def render() -> str:
-            self._refuse_lost_messages(messages, with_tools=bool(tools))
-            return self._tokenizer.render_chat(
-                [message.for_template() for message in messages],
-                [tool.for_template() for tool in tools],
-                switches,
-                ending,
-            )
 
-        try:
-            if _is_short(messages, tools, switches):
-                return render()
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizer.threads, render)
-        except ChatTemplateError as error:
-            raise invalid("messages", str(error)) from error
-
-    def _refuse_lost_messages(self, messages: Sequence[ChatMessage], *, with_tools: bool) -> None:
-        """Raise for the first message that the template would leave out because it does not know its role: the answer
-        would be to another conversation."""
-        seen: set[str] = set()
-        for index, message in enumerate(messages):
-            param, role = f"messages[{index}].role", message.role
-            if role in _ROLES or role in seen:
-                continue
-            seen.add(role)
-            if len(seen) > _MAX_OTHER_ROLES:
-                raise invalid(param, f"{param}: more than {_MAX_OTHER_ROLES} roles besides {', '.join(sorted(_ROLES))}")
-            if self._tokenizer.leaves_out(role, with_tools=with_tools):
-                raise invalid(param, f"{param}: this model's chat template leaves out messages of the role {role!r}")
+def _refuse_lost_messages(tokenizer: ModelTokenizer, messages: Sequence[ChatMessage], *, with_tools: bool) -> None:
+    """Raise for the first message that the template would leave out because it does not know its role: the answer would
+    be to another conversation."""
+    seen: set[str] = set()
+    for index, message in enumerate(messages):
+        param, role = f"messages[{index}].role", message.role
+        if role in _ROLES or role in seen:
+            continue
+        seen.add(role)
+        if len(seen) > _MAX_OTHER_ROLES:
+            raise invalid(param, f"{param}: more than {_MAX_OTHER_ROLES} roles besides {', '.join(sorted(_ROLES))}")
+        if tokenizer.leaves_out(role, with_tools=with_tools):
+            raise invalid(param, f"{param}: this model's chat template leaves out messages of the role {role!r}")
 
 
 def ending_of(form: ChatRequest) -> PromptEnding:

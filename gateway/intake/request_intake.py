@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from common.contract.sampling import SamplingParams
 from gateway.api_settings import ApiSettings
-from gateway.intake.conversations import Conversations, ending_of
+from gateway.intake.conversations import ending_of, rendered
 from gateway.intake.field_types import Prompt
 from gateway.intake.ignored_fields import IGNORED_FIELDS
 from gateway.intake.length_limit import TOKEN_ID_BYTES, LengthLimit, most_tokens, too_long
@@ -23,8 +23,7 @@ from gateway.intake.schemas import (
     TokenizeRequest,
 )
 from gateway.intake.structured_output import grammar_of
-from gateway.intake.tool_grammar import chat_grammar
-from gateway.intake.tool_schemas import usable_tools
+from gateway.intake.tool_grammar import chat_grammar, usable_tools
 from gateway.serving.generation import Admittance, Generation
 from gateway.text.answer_parts import AnswerPlan
 from gateway.text.detokenizer import TokenDecoder
@@ -130,7 +129,6 @@ class Intake:
         self._limits = settings.limits
         self._most_bytes = settings.limits.max_answer_bytes
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
-        self._conversations = Conversations(tokenizer, self._dialect)
 
     async def completion(self, form: CompletionRequest, tenant: str = "", charge: ChargeAhead = _for_nothing) -> Job:
         """A job with one generation for each prompt."""
@@ -181,7 +179,7 @@ class Intake:
         switches = form.switches()
         IGNORED_FIELDS.note(name for name in _EFFORTS if name in switches and not self._dialect.reads(name))
         ending = ending_of(form)
-        prompt = await self._conversations.render(form.messages, tools, switches, ending)
+        prompt = await rendered(self._dialect, form.messages, tools, switches, ending)
         context = self._context()
         token_ids = await self._rendered_tokens(prompt, "messages", context, charge)
         grammar = await chat_grammar(form, self._dialect, prompt)
@@ -211,7 +209,8 @@ class Intake:
         if form.messages is not None:
             if form.add_special_tokens:
                 raise invalid("add_special_tokens", "add_special_tokens: a conversation has those of its template")
-            prompt = await self._conversations.render(form.messages, form.tools or (), form.chat_template_kwargs or {})
+            switches = form.chat_template_kwargs or {}
+            prompt = await rendered(self._dialect, form.messages, form.tools or (), switches)
             token_ids = await self._rendered_tokens(prompt, "messages", most, charge)
         else:
             assert form.prompt is not None
@@ -272,9 +271,8 @@ class Intake:
     async def _prompt_tokens(self, prompt: Prompt, context: int, add_special_tokens: bool | None) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
-        encode = self._tokenizer.encode_rendered if add_special_tokens is False else self._tokenizer.encode
         try:
-            return await encode(prompt, context)
+            return await self._tokenizer.encode(prompt, context, add_special_tokens=add_special_tokens is not False)
         except TextTooLong as error:
             raise too_long("prompt", None, context) from error
 
@@ -282,7 +280,7 @@ class Intake:
         """The tokens of a text to which no special tokens are added; `param` is the field that it came from."""
         self._expect([text], param, context, charge)
         try:
-            return await self._tokenizer.encode_rendered(text, context)
+            return await self._tokenizer.encode(text, context, add_special_tokens=False)
         except TextTooLong as error:
             raise too_long(param, None, context) from error
 

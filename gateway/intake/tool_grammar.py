@@ -11,7 +11,7 @@ Tags that are single tokens are named by their ids, so it does not matter whethe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from gateway.intake.structured_output import (
     refuse_contradictions,
     validated,
 )
-from gateway.intake.tool_schemas import NamedToolChoice, Tool, forced_tools, usable_tools
+from gateway.intake.tool_schemas import AllowedToolChoice, NamedToolChoice, Tool
 from gateway.text import reasoning
 from gateway.text.dialect import Dialect, ToolFormat
 from gateway.text.tool_parsers import HermesParser, MistralParser
@@ -64,7 +64,7 @@ async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str 
     Raises `ApiError`: a 400 that names the field at fault, or a 429.
     """
     answer = await grammar_of(form)
-    forced = forced_tools(form)
+    forced = _forced_tools(form)
     if forced and answer is not None:
         raise invalid("tool_choice", "tool_choice: the answer has a format, so it cannot have to be a call")
     if forced and dialect.tool_format is None:
@@ -87,6 +87,44 @@ async def chat_grammar(form: ChatRequest, dialect: Dialect, prompt: str) -> str 
         call_ids="[CALL_ID]" in template,
     )
     return await checked("tools" if tools else "response_format", compile_answer, spec)
+
+
+def usable_tools(form: ChatRequest) -> Sequence[Tool]:
+    """The functions that the model is told about; none if it may not call any.
+
+    Raises `ApiError`, a 400, if `tool_choice` requires functions that the request does not have.
+    """
+    tools, choice = form.tools or (), form.tool_choice
+    if choice in (None, "auto"):
+        return tools
+    if choice == "none":
+        return ()
+    if not tools:
+        raise invalid("tool_choice", "tool_choice needs tools")
+    known, named = {tool.function.name for tool in tools}, _names(choice)
+    for name in named:
+        if name not in known:
+            raise invalid("tool_choice", f"tool_choice: no function of tools is called {name[:64]!r}")
+    return [tool for tool in tools if tool.function.name in named] if isinstance(choice, AllowedToolChoice) else tools
+
+
+def _forced_tools(form: ChatRequest) -> Sequence[Tool]:
+    """The functions of which the model must call one; empty if no call is required."""
+    choice = form.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        return [tool for tool in form.tools or () if tool.function.name == choice.function.name]
+    must = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+    return usable_tools(form) if must == "required" else ()
+
+
+def _names(choice: str | NamedToolChoice | AllowedToolChoice | None) -> frozenset[str]:
+    """The function names in a `tool_choice`."""
+    match choice:
+        case NamedToolChoice():
+            return frozenset({choice.function.name})
+        case AllowedToolChoice():
+            return frozenset(each.function.name for each in choice.allowed_tools.tools)
+    return frozenset()
 
 
 def compile_answer(spec: AnswerGrammar) -> tuple[str, str]:

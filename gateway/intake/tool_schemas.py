@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
-
-from gateway.web.http_errors import invalid
 
 MAX_TOOLS: Final = 128
 """Most functions of one request, and most calls of one message."""
@@ -184,51 +181,3 @@ class ToolCall(_Schema):
 
 
 ToolCalls: TypeAlias = Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)]
-
-
-class WithTools(Protocol):
-    """The fields of a request that say which functions may, or must, be called."""
-
-    @property
-    def tools(self) -> Sequence[Tool] | None: ...
-
-    @property
-    def tool_choice(self) -> str | NamedToolChoice | AllowedToolChoice | None: ...
-
-
-def usable_tools(form: WithTools) -> Sequence[Tool]:
-    """The functions that the model is told about; none if it may not call any.
-
-    Raises `ApiError`, a 400, if `tool_choice` requires functions that the request does not have.
-    """
-    tools, choice = form.tools or (), form.tool_choice
-    if choice in (None, "auto"):
-        return tools
-    if choice == "none":
-        return ()
-    if not tools:
-        raise invalid("tool_choice", "tool_choice needs tools")
-    known, named = {tool.function.name for tool in tools}, _names(choice)
-    for name in named:
-        if name not in known:
-            raise invalid("tool_choice", f"tool_choice: no function of tools is called {name[:64]!r}")
-    return [tool for tool in tools if tool.function.name in named] if isinstance(choice, AllowedToolChoice) else tools
-
-
-def forced_tools(form: WithTools) -> Sequence[Tool]:
-    """The functions of which the model must call one; empty if no call is required."""
-    choice = form.tool_choice
-    if isinstance(choice, NamedToolChoice):
-        return [tool for tool in form.tools or () if tool.function.name == choice.function.name]
-    must = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
-    return usable_tools(form) if must == "required" else ()
-
-
-def _names(choice: str | NamedToolChoice | AllowedToolChoice | None) -> frozenset[str]:
-    """The function names in a `tool_choice`."""
-    match choice:
-        case NamedToolChoice():
-            return frozenset({choice.function.name})
-        case AllowedToolChoice():
-            return frozenset(each.function.name for each in choice.allowed_tools.tools)
-    return frozenset()

@@ -9,9 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from common.contract.errors import Cause
 from common.runtime.counting import PlainCounter, PlainHistogram
+from gateway.observability.finished_metrics import REQUEST_BUCKETS_S, FinishedMetrics
 from gateway.observability.recent import Recent
-from gateway.observability.size_metrics import SizeMetrics
-from gateway.observability.stage_metrics import REQUEST_BUCKETS_S, StageMetrics
 from gateway.text.choice_text import CallTally
 
 _TTFT_BUCKETS_S: Final = (
@@ -75,8 +74,7 @@ class GatewayMetrics:
         )
         for cause in Cause:  # Prometheus sees no increase in a counter that first appears as 1
             self._failed.labels(cause)
-        self.stages = StageMetrics(self.registry, model_name)
-        self.sizes = SizeMetrics(self.registry, model_name)
+        self.of_finished = FinishedMetrics(self.registry, model_name)
         self.requests_in_flight = Gauge(
             "baton_gateway_requests_in_flight", "POST requests being served.", registry=self.registry
         )

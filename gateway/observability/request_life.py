@@ -134,8 +134,9 @@ class RequestLife:
         metrics.recent.finished(now, met=self._met)
         self._end(now, finished=True)
         stages_ns = self.waterfall.stages_ns()
-        metrics.stages.observe(self.waterfall, stages_ns)
-        metrics.sizes.observe(self.job, {index: choice.num_tokens for index, choice in self._choices.items()})
+        metrics.of_finished.times(self.waterfall, stages_ns)
+        num_tokens = {index: choice.num_tokens for index, choice in self._choices.items()}
+        metrics.of_finished.sizes(self.job, num_tokens)
         spent = ", ".join(f"{stage} {duration / 1e6:.1f}" for stage, duration in stages_ns.items())
         self._log(
             logging.INFO,

@@ -60,11 +60,6 @@ class Assignment:
     lost: bool = False
     """Whether the worker is lost, or does not know it any more."""
 
-    def refusal(self, cause: Cause) -> bool:
-        """Whether the worker refuses it with this cause, instead of failing. A worker must not refuse for want of room
-        what was let in."""
-        return cause in _REFUSALS and not (cause is Cause.CAPACITY and self.admitted)
-
 
 class SendToWorker(NamedTuple):
     """Action: send a message to the worker of this assignment."""
@@ -96,8 +91,8 @@ class Broken:
 
     @property
     def refused(self) -> bool:
-        """Whether it is a refusal, and no failure."""
-        return self.assignment.refusal(self.cause)
+        """Whether it is a refusal, and no failure. A worker must not refuse for want of room what was let in."""
+        return self.cause in _REFUSALS and not (self.cause is Cause.CAPACITY and self.assignment.admitted)
 
 
 AttemptAction = SendToWorker | Deliver | PromptDelta | Broken

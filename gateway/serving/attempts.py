@@ -21,11 +21,7 @@ class Attempts(list[Attempt]):
     def find(self, key: RequestKey, address: str) -> tuple[Attempt, Assignment] | None:
         """The attempt, and its assignment at this address, that messages under `key` belong to; None if there is
         none."""
-        for attempt in self:
-            for assignment in attempt.assignments:
-                if assignment.key == key and assignment.life.address == address:
-                    return attempt, assignment
-        return None
+        return next((found for found in self.at(address) if found[1].key == key), None)
 
     def at(self, address: str) -> list[tuple[Attempt, Assignment]]:
         """The assignments at a worker."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from common.contract.errors import Cause
 from gateway.serving.attempt import Broken
 from gateway.serving.choice import Choice
-from gateway.serving.flow_actions import Fail
+from gateway.serving.generation import Fail
 from gateway.serving.suspicion import MAX_CRASHES, Share
 
 MAX_FAILURES = 6

@@ -10,7 +10,7 @@ from typing import Final
 
 from common.contract.messages.gateway import TRIAL_TOKENS, Suspicion
 from common.contract.messages.session import Role
-from gateway.serving.suspicion import Share, suspicion_after
+from gateway.serving.suspicion import Share
 from gateway.workers.worker_life import WorkerLife
 
 _FIRST_MOVE_PAUSE_S: Final = 1.0
@@ -86,10 +86,14 @@ class Choice:
 
     def suspect(self, share: Share) -> None:
         """Note the loss of a worker that had it."""
-        if share not in (Share.NONE, Share.STOOD_BY):
-            self.suspicion = suspicion_after(self.suspicion, share)
-            self.num_crashes += share is Share.PERHAPS
-            self.innocent_at = self.next_position + TRIAL_TOKENS
+        if share in (Share.NONE, Share.STOOD_BY):
+            return
+        if self.suspicion is Suspicion.NONE:
+            self.suspicion = Suspicion.GROUP
+        elif share is not Share.PERHAPS:
+            self.suspicion = Suspicion.ALONE
+        self.num_crashes += share is Share.PERHAPS
+        self.innocent_at = self.next_position + TRIAL_TOKENS
 
 
 @dataclass(slots=True, eq=False)

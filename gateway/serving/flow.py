@@ -36,23 +36,13 @@ from common.contract.messages.fields import Message
 from common.contract.messages.gateway import PrefixHint
 from common.contract.messages.session import Role
 from common.contract.messages.worker import Cut, Failed, Moved, PromptLogprobs
-from gateway.serving.attempt import (
-    Assignment,
-    Attempt,
-    AttemptAction,
-    Broken,
-    Deliver,
-    SendToWorker,
-    Tally,
-    abort,
-)
+from gateway.serving.attempt import Assignment, Attempt, AttemptAction, Broken, Deliver, SendToWorker, Tally, abort
 from gateway.serving.attempts import Attempts
 from gateway.serving.blame import count_crash, count_failure, note_refusal
 from gateway.serving.choice import Choice, PromptReport
-from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, Fail, FlowAction, Unwanted, Want
-from gateway.serving.generation import Generation, PromptDelta
+from gateway.serving.flow_actions import AssignmentOver, AttemptBegan, Done, FlowAction, Unwanted, Want, Wants
+from gateway.serving.generation import Fail, Generation, PromptDelta
 from gateway.serving.suspicion import Crash, Share
-from gateway.serving.wants import Wants
 from gateway.workers.worker_life import WorkerLife
 
 _MAY_PASS = frozenset({Cause.CAPACITY, Cause.DRAINING, Cause.LEASE_LOST})
@@ -218,9 +208,11 @@ class Flow:
                 actions += self._offer_lost(want, offer, why, crash)
         return actions
 
-    def fail(self, cause: Cause, message: str) -> list[FlowAction]:
+    def fail(self, cause: Cause, message: str, retry_after_s: int | None = None) -> list[FlowAction]:
         """End with an error; inert after the end."""
-        return [*self._end(FlowState.FAILED, f"{cause}: {message}"), Fail(cause, message)] if self.running else []
+        if not self.running:
+            return []
+        return [*self._end(FlowState.FAILED, f"{cause}: {message}"), Fail(cause, message, retry_after_s)]
 
     def give_up(self, index: int) -> list[FlowAction]:
         """The client needs no more of a choice, though others may go on; inert after its end."""

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from gateway.serving.attempt import Assignment, Attempt, Deliver, SendToWorker
 from gateway.serving.choice import Choice
-from gateway.serving.generation import Generation, PromptDelta
+from gateway.serving.generation import Fail, Generation, PromptDelta
 from gateway.workers.worker_life import WorkerLife
 
 FIRST_DELAY_S = 0.05
@@ -70,6 +69,19 @@ class Want:
         return self.choices[0].next_position if self.offer is None else self.offer.num_tokens
 
 
+class Wants(list[Want]):
+    """The wants of a request."""
+
+    def at(self, address: str) -> list[tuple[Want, Assignment]]:
+        """The wants whose offer stands at a worker, and these offers."""
+        offers = ((want, want.offer) for want in self)
+        return [(want, offer) for want, offer in offers if offer is not None and offer.life.address == address]
+
+    def find(self, key: RequestKey, address: str) -> Want | None:
+        """The want whose offer a prefill worker has made under this key; None if there is none."""
+        return next((want for want, offer in self.at(address) if offer.key == key), None)
+
+
 class Unwanted(NamedTuple):
     """Action: the request has ended, or the offer has fallen: these choices want workers for it no more."""
 
@@ -91,14 +103,6 @@ class AssignmentOver(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Done:
     """Terminal: every choice is complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Terminal: the request failed."""
-
-    cause: Cause
-    message: str
 
 
 FlowAction = SendToWorker | Deliver | PromptDelta | Want | Unwanted | AttemptBegan | AssignmentOver | Done | Fail

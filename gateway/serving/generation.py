@@ -18,13 +18,14 @@ from common.contract.tiers import Tier
 from gateway.serving.waterfall import Waterfall
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a request is not accepted."""
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Terminal: the request failed, or was not accepted."""
 
+    cause: Cause
     message: str
-    retry_after_s: int
-    """Seconds after which it may be accepted."""
+    retry_after_s: int | None = None
+    """Seconds after which it may be accepted; None if unknown."""
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Admittance:
     included."""
 
     decided: bool = False
-    refusal: Refusal | None = None
+    refusal: Fail | None = None
     """Why it was not accepted; None if it was, or is not decided."""
     taken: bool = False
     """Whether the client has got something of a prompt. If so, no worker refuses those that begin later for its queue's

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from common.contract.ids import RequestKey
-from common.contract.messages.gateway import Suspicion
 
 MAX_CRASHES = 8
 """Crashes in everybody's steps that a choice may have been present at; one more fails it. This catches a request that
@@ -54,12 +53,3 @@ class Crash:
         if key not in self.on_trial:
             return Share.STOOD_BY
         return Share.ALONE if self.num_on_trial == 1 else Share.IN_GROUP
-
-
-def suspicion_after(before: Suspicion, share: Share) -> Suspicion:
-    """The suspicion of a request after the loss of its worker."""
-    if share in (Share.NONE, Share.STOOD_BY):
-        return before
-    if before is Suspicion.NONE:
-        return Suspicion.GROUP
-    return before if share is Share.PERHAPS else Suspicion.ALONE

@@ -146,13 +146,30 @@ class ModelTokenizer:
         """Least number of tokens of a text, derived from its length alone."""
         return -(-len(self._marker.unmarked(text).encode()) // self._longest_bytes)
 
-    async def encode(self, text: str, at_most: int | None = None) -> list[int]:
-        """The tokens of a prompt, with the special tokens that the model puts around a text.
+    async def encode(self, text: str, at_most: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text. `add_special_tokens`: with those that the model puts around a text; False for one that
+        brings its own, such as a conversation that `render_chat` has rendered, in which those that clients spell are
+        text.
 
         Raises `TextTooLong`, without encoding, for a text that clearly has more than `at_most` tokens. A text near that
         number is encoded, because only that gives its number of tokens.
         """
-        return await self._encode(text, at_most, add_special_tokens=True)
+        marked = self._marker.mark in text
+        if len(text) < _THREAD_CHARS and not marked:
+            return self._encode_whole(text, add_special_tokens)
+        num_bytes = len(text.encode())
+
+        def encode() -> list[int]:
+            try:
+                if at_most is not None and num_bytes > _SURE_BYTES_PER_TOKEN * at_most:
+                    self._refuse_clearly_too_long(self._marker.unmarked(text), at_most)
+                return self._encode_marked(text) if marked else self._encode_whole(text, add_special_tokens)
+            finally:
+                if num_bytes >= _LARGE_BYTES:
+                    give_memory_back()
+
+        threads = self.threads if num_bytes < _LARGE_BYTES else self._large
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def render_chat(
         self,
@@ -166,7 +183,7 @@ class ModelTokenizer:
 
         `tools` are the functions that the model is told about. `switches` are further variables of its chat template;
         `takes_switch` must hold for each. Special tokens spelt in any of these get marks inside, which
-        `encode_rendered` removes. Raises `ChatTemplateError`.
+        `encode` removes. Raises `ChatTemplateError`.
         """
         if self._templates.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
@@ -186,14 +203,6 @@ class ModelTokenizer:
             why = self._marker.unmarked(str(error))
             raise ChatTemplateError(f"the model's chat template does not take these messages: {why}") from error
         return text
-
-    async def encode_rendered(self, text: str, at_most: int | None = None) -> list[int]:
-        """The tokens of a text without special tokens of the tokenizer's own: of a conversation that `render_chat` has
-        rendered, in which those that clients spell are text, or of a client's prompt that brings its own.
-
-        Raises as `encode` does.
-        """
-        return await self._encode(text, at_most, add_special_tokens=False)
 
     def chat_template(self, with_tools: bool) -> str:
         """The model's chat template for conversations with functions or without; empty if there is none."""
@@ -280,24 +289,6 @@ class ModelTokenizer:
     def _special(self, spellings: Iterable[str]) -> frozenset[int]:
         """The special tokens among texts."""
         return frozenset(self._added[each] for each in spellings if each in self._added) - self._with_text
-
-    async def _encode(self, text: str, at_most: int | None, *, add_special_tokens: bool) -> list[int]:
-        marked = self._marker.mark in text
-        if len(text) < _THREAD_CHARS and not marked:
-            return self._encode_whole(text, add_special_tokens)
-        num_bytes = len(text.encode())
-
-        def encode() -> list[int]:
-            try:
-                if at_most is not None and num_bytes > _SURE_BYTES_PER_TOKEN * at_most:
-                    self._refuse_clearly_too_long(self._marker.unmarked(text), at_most)
-                return self._encode_marked(text) if marked else self._encode_whole(text, add_special_tokens)
-            finally:
-                if num_bytes >= _LARGE_BYTES:
-                    give_memory_back()
-
-        threads = self.threads if num_bytes < _LARGE_BYTES else self._large
-        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def _encode_whole(self, text: str, add_special_tokens: bool) -> list[int]:
         # Only the batch form releases the interpreter lock.

@@ -80,6 +80,8 @@ class LoadTable:
         self.address_rank = np.empty(num)
         """Position of the worker's address among all addresses."""
         self.address_rank[by_address] = np.arange(num)
+        self.broken: set[int] = set()
+        """Rows of workers whose connection has broken, mostly none."""
         for worker in self.workers:
             self.update(worker)
 
@@ -88,6 +90,7 @@ class LoadTable:
         row = self._rows.get(worker.address)
         if row is not None:
             self._cells[:, row] = _cells(worker)
+            (self.broken.discard if worker.broken_at is None else self.broken.add)(row)
 
     def views(self, rows: Rows) -> list[WorkerView]:
         """The workers of these rows."""

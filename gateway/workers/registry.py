@@ -71,7 +71,7 @@ class Registry:
         self.num_restarts: Counter[Role] = Counter()
         """Times that a new incarnation of a worker was met at its address, by role."""
         self.epoch = 0
-        """Counter of events that may have changed which workers are usable."""
+        """Counter of events that may have changed which workers are usable, or whether they are connected."""
         self._coming_back = (-1, -math.inf)
         """The epoch in which `coming_back_until` was found out last, and its value."""
         self._table: LoadTable | None = None
@@ -118,7 +118,7 @@ class Registry:
             worker.last_incarnation = incarnation
             worker.in_flight = 0
         worker.refused, worker.stalled = None, False
-        worker.leaving = False
+        worker.leaving, worker.broken_at = False, None
         worker.no_room_for = math.inf
         self._changed.add(worker)
         self._refit(opening=worker)
@@ -131,13 +131,22 @@ class Registry:
         worker.lost_at = now
         worker.incarnation = worker.welcome = worker.load = None
         worker.forget_given()
-        worker.refused = None
+        worker.refused = worker.broken_at = None
         self._changed.add(worker)
         self._refit()
 
     def resynced(self, address: str) -> None:
         """Restart the counts of work given in a session, after lost messages."""
-        self.workers[address].forget_given()
+        worker = self.workers[address]
+        worker.forget_given()
+        if worker.broken_at is not None:
+            worker.broken_at = None
+            self.epoch += 1  # its room counts again
+        self._changed.add(worker)
+
+    def broken(self, address: str, now: float = 0.0) -> None:
+        """Note that a worker's connection has broken: it may have crashed, or be resynced in a moment."""
+        self.workers[address].broken_at = now
         self._changed.add(self.workers[address])
 
     def heartbeat(self, address: str, load: Heartbeat, now: float) -> bool:

@@ -67,6 +67,9 @@ class WorkerView:
     """Tokens of the shortest running sequence for which it had no room when it was asked last."""
     no_room_at: float = 0.0
     """When it said so."""
+    broken_at: float | None = None
+    """When its connection broke, while it is not known yet whether it has crashed, and others are preferred; else
+    None."""
     leaving: bool = False
     """Whether it has refused a request because it drains, since its last heartbeat."""
     identity: str = ""
@@ -120,9 +123,12 @@ class WorkerView:
     def has_room(self, num_tokens: int, tier: Tier) -> bool:
         """Whether a sequence of `num_tokens` would probably find room there at once, and a place in the batch: lower
         tiers give way."""
-        if self.load is None or self.welcome is None or num_tokens >= self.no_room_for:
+        if self.load is None or self.welcome is None or self.broken_at is not None or num_tokens >= self.no_room_for:
             return False
-        if 0 < self.load.places <= sum(self.sequences[: tier.rank + 1]):
+        ahead = sum(self.sequences[: tier.rank + 1])
+        # Those whose prompts are being computed elsewhere, or wait for that, have no place yet.
+        inside = self.load.running + sum(given.num_sequences for given in self.unseen)
+        if 0 < self.load.places <= min(ahead, inside):
             return False
         num_blocks = -(-num_tokens // self.welcome.fingerprint.layout.block_size) + 1
         return self.blocks_expected + num_blocks <= self.load.blocks_total

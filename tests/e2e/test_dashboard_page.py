@@ -165,6 +165,8 @@ async def test_the_pools_move(open_page: Callable[..., Any], gateway: Process) -
         await page.evaluate(COUNT_BATONS)
         await page.evaluate(NOTE_WHAT_MOVES)
         await page.wait_for_function("() => document.querySelectorAll('.worker[data-state=serving]').length === 3")
+        for role, term in (("prefill", "KV"), ("decode", "KV expected")):
+            assert await page.locator(f"#{role}-workers .loads dt").first.text_content() == term
         await page.get_by_role("button", name="Send a burst").click()
         await page.get_by_text("All 24 are done.").wait_for()
         await page.wait_for_function("() => window.batons > 0")

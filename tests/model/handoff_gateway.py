@@ -17,8 +17,8 @@ from common.contract.messages.worker import StepTokens, Tokens
 from common.contract.sampling import SamplingParams
 from gateway.serving.attempt import Deliver, SendToWorker
 from gateway.serving.flow import Flow
-from gateway.serving.flow_actions import Done, Fail, FlowAction, Unwanted, Want
-from gateway.serving.generation import Generation
+from gateway.serving.flow_actions import Done, FlowAction, Unwanted, Want
+from gateway.serving.generation import Fail, Generation
 from gateway.serving.suspicion import Crash
 from gateway.workers.worker_life import WorkerLife
 

@@ -103,9 +103,45 @@ def test_a_prompt_does_not_wait_for_a_source_that_the_one_before_could_not_reach
     core.handle(Received(GATEWAY, held_by("holder")), 0.0)
     assert planned(core) == []
     core.handle(SourceLost("d:1", None, Cause.WORKER_LOST, "it never answered"), 0.0)
-    core.handle(Received(GATEWAY, replace(held_by("holder"), request=RequestId("r2"))), 0.0)
+    other = tuple(range(1000, 1000 + _NUM_TOKENS))
+    core.handle(Received(GATEWAY, replace(held_by("holder"), request=RequestId("r2"), token_ids=other)), 0.0)
     assert planned(core) == [_NUM_TOKENS] * 2
     assert core.prefix_pulls.ended == {"pulled": 0, "gave_up": 1}
+    core.check_invariants()
+
+
+def test_no_prompt_waits_for_what_is_pulled_for_another() -> None:
+    """Each pulls for itself, or is computed."""
+    core = prefill_core(prefix_cache=True, pull_prefixes="always")
+    core.handle(SourceOpened("d:1", Incarnation("holder"), _WELCOME), 0.0)
+    for name in "ab":
+        core.handle(Received(GATEWAY, replace(held_by("holder"), request=RequestId(name))), 0.0)
+    assert planned(core) == []
+    assert (len(core.prefix_pulls), len(core.scheduler.waiting)) == (2, 0)
+    core.handle(Received(GATEWAY, replace(_PROMPT, request=RequestId("c"))), 0.0)
+    assert planned(core) == [_NUM_TOKENS]
+    core.check_invariants()
+
+
+def test_what_is_pulled_is_not_told_as_work_that_is_queued() -> None:
+    """Neither before the pull nor while it is under way. If it fails, it is."""
+    core = prefill_core(prefix_cache=True, pull_prefixes="always")
+    core.handle(Received(GATEWAY, held_by("holder")), 0.0)
+    assert heartbeat(core, 0).queued_tokens == (0, BLOCK_SIZE, 0)
+    assert planned(core) == []
+    assert heartbeat(core, 1).queued_tokens == (0, BLOCK_SIZE, 0)
+    core.handle(SourceLost("d:1", None, Cause.WORKER_LOST, "it never answered"), 0.0)
+    assert heartbeat(core, 2).queued_tokens == (0, _NUM_TOKENS, 0)
+    core.check_invariants()
+
+
+def test_a_prompt_that_waits_for_its_grammar_waits() -> None:
+    core = prefill_core()
+    sampling = replace(_PROMPT.sampling, grammar='start: "a"')
+    core.handle(Received(GATEWAY, replace(_PROMPT, sampling=sampling)), 0.0)
+    assert heartbeat(core, 0).waiting == core.counts()["masking"] == 1
+    waiting = next(each for each in metrics(core) if each.name == "vllm:num_requests_waiting")
+    assert [each.value for each in waiting.samples] == [1]
     core.check_invariants()
 
 

@@ -170,6 +170,8 @@ class Traffic:
         self.in_flight: list[InFlight] = []
         """The first one runs; of two, the second was scheduled meanwhile."""
         self.num_finished = 0
+        self.num_found = 0
+        """Tokens that prompts found computed after their computation had begun, or while they waited for it."""
         self.num_given_up = 0
         """Choices that were given up alone."""
         self.num_steps = 0
@@ -180,7 +182,7 @@ class Traffic:
     # --- what may happen -----------------------------------------------------------------------------------------
 
     def steps(self) -> list[Callable[[], None]]:
-        steps = [self.arrive] * 2 + [self.reserve] * 2
+        steps = [self.arrive] * 2 + [self.reserve] * 2 + [self.arrive_alike]
         steps += [self.begin_step] * (10 if self.in_flight else 5) if self.may_begin() else []
         steps += [self.run_step, *[self.end_step] * 4] if self.in_flight else []
         steps += [self.settle] * 4 if self.pulling else []
@@ -191,7 +193,14 @@ class Traffic:
         steps += [self.lend] + ([self.take_back] * 3 if self.lent else [])
         return steps
 
-    def arrive(self) -> None:
+    def arrive_alike(self) -> None:
+        """Prompts come at once that are computed here, and begin with the same tokens, which are not cached."""
+        family = 3000 + 10 * self.num_requests
+        for _ in range(2):
+            self.arrive(family)
+        self.reserve()
+
+    def arrive(self, alike: int | None = None) -> None:
         self.now += self.pick([0.0, 0.1, 3.0])
         num_tokens = self.pick(range(1, MAX_SEQUENCE_TOKENS - 1))
         num_output = self.pick([0, 0, min(2, num_tokens - 1)])
@@ -199,6 +208,8 @@ class Traffic:
         shared = self.pick([0, 3, 4, 8])
         local = self.pick([False, True])
         family = self.pick([1000, 2000])
+        if alike is not None:
+            num_tokens, num_output, shared, local, family = self.pick([9, 10, 11]), 0, 8, True, alike
         choices = tuple(range(self.pick([1, 1, 2, 3] if num_output == 0 else [1])))
         work = Decode(
             request=RequestId(f"r{self.num_requests}"),
@@ -218,7 +229,7 @@ class Traffic:
             budget_s=1.0,
             tier=self.pick(list(Tier)),
             tenant=self.pick(["", "a", "b"]),
-            cache_salt=self.pick(["", "", "salt"]),
+            cache_salt="" if alike is not None else self.pick(["", "", "salt"]),
             source=None if local else AT,
             offered=None if local else RequestKey(RequestId(f"r{self.num_requests}"), 1),
         )
@@ -452,6 +463,15 @@ class Traffic:
         for chunk in self.scheduler.chunks_done(step.chunks):
             if chunk.last:
                 self.computed(chunk.prompt)
+        if step.chunks:
+            self.match_again()
+
+    def match_again(self) -> None:
+        """What the step has computed, other prompts that begin alike need not compute."""
+        prompts = self.scheduler.prompts.of_requests.values()
+        num_before = sum(prompt.num_computed for prompt in prompts)
+        self.scheduler.entrance.match_again()
+        self.num_found += sum(prompt.num_computed for prompt in prompts) - num_before
 
     def computed(self, prompt: Any) -> None:
         request, choice = prompt.request, prompt.choice
@@ -616,7 +636,7 @@ def test_many_long_runs() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
     num_finished = num_given_up = num_swapped = num_recomputed = num_revoked = num_hit = num_steps = num_ahead = (
         num_right
-    ) = 0
+    ) = num_found = 0
     for seed in range(500):
         traffic = Traffic(Random(seed).choice)
         try:
@@ -632,6 +652,7 @@ def test_many_long_runs() -> None:
         num_hit += traffic.scheduler.entrance.num_prefix_hit
         num_steps += traffic.num_steps
         num_ahead += traffic.num_ahead
+        num_found += traffic.num_found
         num_right += 0 if traffic.drafts is None else traffic.drafts.num_right
     print(f"{num_steps} steps, {num_ahead} of them planned ahead, {num_finished} finished")
     print(f"{num_swapped} swapped, {num_recomputed} recomputed, {num_revoked} revoked")
@@ -641,4 +662,5 @@ def test_many_long_runs() -> None:
     assert min(num_swapped, num_recomputed) > 100, "the runs show nothing of preemption"
     assert num_given_up > 100, "the runs show nothing of choices that are given up"
     assert num_right > 500, "the runs show nothing of drafts"
+    assert num_found > 100, "the runs show nothing of prompts that begin alike"
     assert num_revoked > 20, "the runs show nothing of reservations that are taken back"

@@ -100,6 +100,10 @@ class Job:
     def start(self) -> int:
         return len(self.work.token_ids)
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self.work.choices) - len(self.moved | self.given_up)
+
     def going_on(self, choice: int) -> bool:
         if not self.running or choice in self.cut or choice in self.given_up:
             return False
@@ -136,6 +140,7 @@ class Process:
         """Whether it takes only those who were let in, and no running sequence."""
         self.places = world.choose([0, 1, 2]) if self.role is Role.DECODE else 0
         """Sequences that it says it has places for; 0 if it does not say."""
+        self.num_beats = 0
         self.jobs: dict[RequestId, Job] = {}
         self.newest: dict[RequestId, int] = {}
         self.trials = Trials()
@@ -154,8 +159,10 @@ class Process:
         """Tell its load."""
         phase = Phase.DRAINING if self.draining else Phase.SERVING
         open_jobs = [job for job in self.jobs.values() if not job.finished]
-        num_sequences = sum(len(job.work.choices) - len(job.moved | job.given_up) for job in open_jobs)
-        told = heartbeat(phase, used=used, total=100)
+        num_sequences = sum(job.num_sequences for job in open_jobs)
+        num_running = sum(job.num_sequences for job in open_jobs if job.running)
+        self.num_beats += 1  # the engine never hangs
+        told = replace(heartbeat(phase, used=used, total=100), steps=self.num_beats, running=num_running)
         self.say(replace(told, places=self.places, sequences=(0, num_sequences, 0)))
 
     def give_notice(self, _: Incarnation, message: Message) -> None:
@@ -286,7 +293,7 @@ class Process:
         for key in [key for key in self.trials._suspects if key not in jobs or self.cleared(jobs[key])]:
             self.trials.discard(key)
         chosen = self.trials.choose([key for key, each in jobs.items() if self.computes(each)], self.world.time.now)
-        self.feed.publish()
+        self.feed.publish([GATEWAY])
         return job if job.work.key in chosen else jobs[self.world.choose(list(chosen))]
 
     def cleared(self, job: Job) -> bool:
@@ -327,10 +334,7 @@ class Process:
         source = self.world.processes[work.source.address]
         assert work.offered is not None
         if source.incarnation != work.source.incarnation or not source.alive:
-            wire = self.world.wires[source.address]
-            unnoticed = wire.open and wire.worker == work.source.incarnation
-            if not (unnoticed and self.world.gateway_notices_first):
-                self.fail(work.key, Cause.WORKER_LOST)
+            self.fail(work.key, Cause.WORKER_LOST)
             return
         if source.frozen:
             if self.world.choose([False, False, True]):
@@ -471,8 +475,6 @@ class World:
         """Workers that have died of each request."""
         self.alone_at_a_crash: set[int] = set()
         """Requests that a worker had said to be alone, when it crashed."""
-        self.gateway_notices_first = num_poisons > 0
-        """Whether decode workers miss a source that has crashed only after the gateway: it alone knows of the crash."""
         self.count: Counter[str] = Counter()
         self.time = Time()
         self.errors: list[dict[str, Any]] = []
@@ -684,6 +686,10 @@ class World:
             (key,) = process.notice.requests
             self.alone_at_a_crash |= {job.ask.number for job in process.jobs.values() if job.work.key == key}
         process.alive, process.died_at = False, self.time.now
+        wire = self.wires[process.address]
+        if wire.open:
+            wire.num_hellos += 1  # no answer to an earlier one counts
+            self.gateway.links.on_broken(wire)  # type: ignore[arg-type]
         process.jobs.clear()
         process.inbox.clear()
         for _ in range(self.choose(range(len(process.outbox) + 1))):
@@ -967,7 +973,7 @@ def test_streams_of_workers_that_are_lost_together_wait_for_those_that_come_back
 
 @pytest.mark.parametrize("num_poisons", [1, 2])
 def test_a_poison_costs_three_workers_at_most_and_its_neighbours_nothing(num_poisons: int) -> None:
-    """As long as no decode worker misses its source before the gateway does: what it says does not tell of a crash."""
+    """Also if a decode worker misses its source before the gateway is sure of the crash."""
     killed: Counter[int] = Counter()
     for seed in range(60):
         try:

@@ -1,8 +1,8 @@
 """Chunked prefill under random traffic: budget, order, progress, and every block accounted for and rightly filled.
 
-Prompts begin alike, come from several tenants in several tiers, and end at any moment. Leases keep blocks for a while,
-prefixes are fetched from elsewhere, sometimes by reads that nobody waits for any more, and the engine takes its time;
-the next step may be planned, and begin, meanwhile.
+Prompts begin alike, come from several tenants in several tiers, and end at any moment. Some wait for blocks that others
+are about to fill. Leases keep blocks for a while, prefixes are fetched from elsewhere, sometimes by reads that nobody
+waits for any more, and the engine takes its time; the next step may be planned, and begin, meanwhile.
 A model of the device's memory holds, for every slot, all the tokens that its KV depends on.
 """
 
@@ -25,7 +25,7 @@ from common.scheduling.costs import Costs
 from common.scheduling.turns import MAX_PASSED
 from prefill_worker.request import PrefillRequest
 from prefill_worker.room import MOST_OF_POOL
-from prefill_worker.scheduler import SHARED_STEP_S, PrefillScheduler
+from prefill_worker.scheduler import SHARED_STEP_S, STEPS_AHEAD, PrefillScheduler
 
 BLOCK_SIZE = 3
 NUM_BLOCKS = 16
@@ -53,8 +53,11 @@ class Traffic:
             ageing_s=AGEING_S,
             ttft_target_s=lambda tier: 1.0 + tier.rank,
             costs=Costs(prefill_s_per_token=self.token_s),
+            expected_pull=self.expected_pull,
         )
         self.now = 0.0
+        self.elsewhere: dict[RequestId, int] = {}
+        """Leading tokens of prompts that another worker holds."""
         self.memory: list[list[tuple[int, ...]]] = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.here: list[PrefillRequest] = []
         """Requests that have neither finished nor been removed."""
@@ -71,6 +74,7 @@ class Traffic:
         self.hit = 0
         self.num_passed = 0
         self.num_missing = 0
+        self.num_waits = 0
 
     def steps(self) -> list[Callable[[], None]]:
         steps = [self.admit, self.time_passes]
@@ -103,23 +107,33 @@ class Traffic:
             tenant=draw(st.sampled_from(["x", "y"])),
             cache_salt=draw(st.sampled_from(["", "", "salt"])),
         )
+        self.elsewhere[work.request] = draw(st.sampled_from([0, 0, 6, 12, 30]), label="tokens elsewhere")
         budget_s = draw(st.sampled_from([1e6, 1e6, 30.0]))
         request = PrefillRequest(work, Incarnation("g"), arrived=self.now, deadline=self.now + budget_s)
         self.num_arrived += 1
         self.here.append(request)
         self.scheduler.add(request)
 
+    def expected_pull(self, request: PrefillRequest, num_here: int, now: float) -> int:
+        """As `PrefixPulls.expected`."""
+        most = (len(request.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        num_there = min(self.elsewhere[request.key.request], most)
+        return num_there if num_there > num_here and not request.prefix_tried else 0
+
     def admit(self) -> None:
         held = {tier: self.held_by(tier) for tier in MOST_OF_POOL}
         tiers = {request.tier for request, _ in self.holders()}
+        first = self.first_that_nothing_keeps_waiting()
         admitted = self.scheduler.admit(self.now)
+        assert first is None or first in admitted, "a prompt waits, and nobody knows why"
         for request in admitted:
             assert len(request.block_table) == self.scheduler.blocks_for(request)
             assert len(set(request.block_table)) == len(request.block_table)
             assert request.num_computed == request.num_cached < len(request.token_ids)
             self.check_contents(request, request.block_table, request.num_cached)
-            self.queried += len(request.token_ids)
-            self.hit += request.num_cached
+            if not request.prefix_tried:  # else it was admitted before
+                self.queried += len(request.token_ids)
+                self.hit += request.num_cached
             # A tier takes no more than its share, unless it had nothing.
             tables = set(request.block_table)
             for tier in MOST_OF_POOL:
@@ -128,16 +142,53 @@ class Traffic:
                     alone = request.tier not in tiers
                     assert len(held[tier]) <= int(MOST_OF_POOL[tier] * NUM_BLOCKS) or alone
             tiers.add(request.tier)
-            if self.data.draw(st.sampled_from([False, False, True]), label="fetch more"):
-                self.scheduler.hold(request)
+            num_coming = self.expected_pull(request, request.num_computed, self.now)
+            request.prefix_tried = True
+            if num_coming and self.data.draw(st.sampled_from([True, True, False]), label="fetch more"):
+                self.scheduler.hold(request, num_coming)
                 self.on_hold.append(request)
             else:
                 self.open_lease(request)
         assert all(request.num_passed <= MAX_PASSED for request in self.here)
         self.num_passed += any(request.num_passed for request in self.here)
         self.num_missing += self.scheduler.blocks_missing(self.now)
-        if not any(request in self.on_hold for request in admitted):
+        self.num_waits += self.anybody_waits_for_another()
+        if any(request in self.on_hold for request in admitted):
+            self.admit()  # they are in nobody's way
+        else:
             assert self.scheduler.admit(self.now) == [], "somebody was left out"
+
+    def first_that_nothing_keeps_waiting(self) -> PrefillRequest | None:
+        """The first waiting prompt, if there is room, the next steps have few tokens to compute, none of them for
+        blocks that it needs, and it is not to be put on hold behind others."""
+        computed = [request for request in self.here if request.block_table and request not in self.on_hold]
+        num_left, num_held = (
+            sum(min(len(each.token_ids) - each.num_computed, self.chunk_size) for each in prompts)
+            for prompts in (computed, self.on_hold)
+        )
+        for request in self.scheduler.waiting.first(self.now):
+            cached = request.cached(self.pool, BLOCK_SIZE)
+            num_new = self.scheduler.blocks_for(request) - len(cached)
+            may_hold = self.expected_pull(request, len(cached) * BLOCK_SIZE, self.now) > 0
+            if (
+                num_left < STEPS_AHEAD * self.token_budget
+                and not any(request.num_alike(other, len(cached)) for other in computed)
+                and not (may_hold and num_held >= STEPS_AHEAD * self.token_budget)
+                and num_new + self.pool.num_unreferenced(cached) <= self.pool.num_free
+                and self.scheduler.holdings.has_room(request.tier, cached, num_new)
+            ):
+                return request
+        return None
+
+    def anybody_waits_for_another(self) -> bool:
+        """Whether a prompt lacks blocks that one with blocks is about to fill."""
+        waiting, admitted = ([r for r in self.here if bool(r.block_table) is here] for here in (False, True))
+        return any(
+            each.num_alike(other, other.num_computed // BLOCK_SIZE)
+            for each in waiting
+            for other in admitted
+            if len(each.cached(self.pool, BLOCK_SIZE)) == other.num_computed // BLOCK_SIZE
+        )
 
     def open_lease(self, request: PrefillRequest) -> None:
         self.pool.share(request.block_table)
@@ -146,7 +197,7 @@ class Traffic:
     def end_lease(self, key: RequestKey) -> None:
         _, blocks = self.leases.pop(key)
         self.pool.release(blocks)
-        self.scheduler.holdings.unpinned(key)
+        self.scheduler.holdings.end(key)
 
     def remove(self) -> None:
         """An abort: the lease ends too; what is being fetched arrives nevertheless."""
@@ -185,7 +236,7 @@ class Traffic:
         most = (len(request.token_ids) - 1) // BLOCK_SIZE
         num_blocks = self.data.draw(st.integers(request.num_computed // BLOCK_SIZE, most))
         self.write(request, request.block_table, request.num_computed, num_blocks * BLOCK_SIZE)
-        self.scheduler.resume(request, num_blocks * BLOCK_SIZE)
+        self.scheduler.resume(request, num_blocks * BLOCK_SIZE, self.now)
         self.open_lease(request)
 
     def give_up(self) -> None:
@@ -194,7 +245,7 @@ class Traffic:
             self.abandon_read(request)
             self.scheduler.requeue(request)
         else:
-            self.scheduler.resume(request, request.num_computed)
+            self.scheduler.resume(request, request.num_computed, self.now)
             self.open_lease(request)
 
     def abandon_read(self, request: PrefillRequest) -> None:
@@ -282,6 +333,7 @@ class Traffic:
         assert all(self.pool.ref_count(block) == references[block] for block in range(NUM_BLOCKS))
         assert len(self.scheduler.running) + len(self.scheduler.on_hold) == len(running)
         assert len(self.scheduler.waiting) == len(self.here) - len(running)
+        assert set(self.scheduler.holdings.keys()) == {request.key for request, _ in self.holders()}
         assert set(self.scheduler.requests()) == set(self.here)
         queued = by_tier((request.tier, request.num_uncomputed) for request in self.here)
         assert (self.scheduler.queued_tokens, self.scheduler.num_uncomputed) == (queued, sum(queued))
@@ -306,7 +358,7 @@ class Traffic:
             self.check()
         assert not self.here, "a prompt starves"
         assert self.pool.num_free == NUM_BLOCKS, "a block was lost"
-        assert all(self.held_by(tier) == set() for tier in MOST_OF_POOL)
+        assert not self.scheduler.holdings.keys()
 
 
 @settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
@@ -320,4 +372,5 @@ def test_every_prompt_is_computed_in_order_within_the_budget(data: st.DataObject
     event(f"prefix hits: {traffic.hit > 0}")
     event(f"passed: {traffic.num_passed > 0}")
     event(f"out of blocks: {traffic.num_missing > 0}")
+    event(f"waiting for another's blocks: {traffic.num_waits > 0}")
     traffic.drain()

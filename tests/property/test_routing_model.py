@@ -208,6 +208,11 @@ class RoutingMachine(RuleBasedStateMachine):
         if self.worker(address) is not None:
             self.registry.resynced(address)
 
+    @rule(address=addresses)
+    def break_connection(self, address: str) -> None:
+        if self.worker(address) is not None:
+            self.registry.broken(address, self.now)
+
     @rule(listed=st.sets(st.sampled_from(DECODE), min_size=3), serving=st.booleans())
     def list_anew(self, listed: set[str], serving: bool) -> None:
         self.registry.relist(Role.DECODE, {address: serving or address == min(listed) for address in listed})
@@ -299,6 +304,7 @@ class RoutingMachine(RuleBasedStateMachine):
         fresh = LoadTable(self.registry.workers.values())
         assert self.registry.table.workers == fresh.workers
         np.testing.assert_array_equal(self.registry.table._cells, fresh._cells)
+        assert self.registry.table.broken == fresh.broken
 
     def teardown(self) -> None:
         self.look()

@@ -313,22 +313,28 @@ async def test_a_gateway_that_missed_what_a_cache_holds_is_told_all_of_it(net: N
         worker.server._sessions[peer].sent += 1  # one that ZeroMQ dropped
 
     feed = CacheFeed(pool, worker.server.send)
-    worker.on_open = lambda peer, role: feed.begin(peer)  # type: ignore[method-assign]
+    gateways: list[Incarnation] = []
+
+    def on_open(peer: Incarnation, role: Role) -> None:
+        gateways[:] = [peer]
+        feed.begin(peer)
+
+    worker.on_open = on_open  # type: ignore[method-assign]
     client = await net.client(worker.address).opened()
     old, new, newest = block_hashes(range(4), 1), block_hashes(range(4, 7), 1), block_hashes(range(7, 8), 1)
     blocks = pool.allocate(4)
     pool.name(blocks, old)
     pool.release(blocks)
-    feed.publish()
+    feed.publish(gateways)
     feed._send = drop
     blocks = pool.allocate(3)  # evicts three
     pool.name(blocks, new)
-    feed.publish()
+    feed.publish(gateways)
     feed._send = worker.server.send
     await client.events.until(lambda: "resync" in client.events)
     pool.release(blocks)
     pool.name(pool.allocate(1), newest)
-    feed.publish()
+    feed.publish(gateways)
     await client.beats(5)
     index, life = PrefixIndex(), WorkerLife(worker.address, worker.me)
     for message in client.received:

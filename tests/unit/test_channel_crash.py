@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import zmq
 from channel_bench import KEY, WAIT_S, Client, Net, RawWorker, Worker, heartbeat, tokens
-from waiting import eventually
+from waiting import StandingClock, eventually
 
 from common.contract.codec import encode
 from common.contract.errors import Cause
@@ -377,20 +377,41 @@ async def test_nobody_is_judged_silent_for_the_time_in_which_this_process_stood_
     assert (client.losses, worker.lost, client.num_resyncs) == ([], [], 0)
 
 
-async def test_a_connection_is_not_judged_right_after_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer may be there, unread."""
-    judged = asyncio.Event()
-    monkeypatch.setattr(ends, "RECONNECT_S", 0.05)
-    ends.after_reconnect_time(BRISK, judged.set)
-    monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
-    time.sleep(0.05 + BRISK.timeout_s)
+async def time_passes(clock: StandingClock, seconds: float) -> None:
+    """The event loop, whose clock this is, is blocked for so long; then it has three turns."""
+    clock.now += seconds
     for _ in range(3):
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stall_s", [0.21, 0.33, 0.7, 60.0])
+@pytest.mark.parametrize("before_s", [0.0, 0.02, 0.19, 0.39])
+async def test_a_connection_is_not_judged_right_after_a_stall(
+    monkeypatch: pytest.MonkeyPatch, before_s: float, stall_s: float
+) -> None:
+    """The answer may be there, unread. The stall may begin and end within the time, or end soon after it."""
+    clock, judged = StandingClock(), asyncio.Event()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock)
+    ends.after_reconnect_time(judged.set)
+    for _ in range(10):
+        await time_passes(clock, before_s / 10)
+    await time_passes(clock, stall_s)
     assert not judged.is_set()
-    monkeypatch.setattr(ends, "RECONNECT_S", 0.0)
-    ends.after_reconnect_time(ENDLESS, judged.set)
-    async with asyncio.timeout(WAIT_S):
-        await judged.wait()
+    for _ in range(7):
+        await time_passes(clock, 0.05)
+    assert not judged.is_set(), "the time has not begun anew"
+    await time_passes(clock, 0.06)
+    assert judged.is_set()
+
+
+async def test_a_loop_whose_every_turn_is_long_judges_a_connection_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, judged = StandingClock(), asyncio.Event()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock)
+    ends.after_reconnect_time(judged.set)
+    for _ in range(ends._MAX_LOOKS):
+        assert not judged.is_set()
+        await time_passes(clock, 0.3)
+    assert judged.is_set()
 
 
 # --- a worker that does not hear us ------------------------------------------------------------------------------

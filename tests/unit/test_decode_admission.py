@@ -96,6 +96,23 @@ def test_what_fits_now_comes_in_only_if_it_fits_when_all_have_grown(
 
 
 @pytest.mark.parametrize(
+    ("num_tokens", "num_expected"), [(40, 10 + 250), pytest.param(42, 12 + 249, id="the first one gives a copy back")]
+)
+def test_the_prompt_of_several_choices_is_expected_to_stay_until_the_last_of_them_ends(
+    num_tokens: int, num_expected: int
+) -> None:
+    bench = Bench(2000)
+    bench.profile(10)
+    bench.profile(1000)
+    subject = request("a", num_tokens, num_choices=2)
+    bench.reserve(subject)
+    forecast = bench.scheduler._admission._forecast
+    assert [forecast.held((subject, choice))[0] for choice in (0, 1)] == [9, 999]
+    bench.step()
+    assert bench.scheduler.num_expected == num_expected, "999 tokens, a block for each 4, and the prompt's 10 blocks"
+
+
+@pytest.mark.parametrize(
     ("reserve", "num_output", "comes_in"),
     [(0.25, 9, True), (0.25, 10, False), (0.0, 17, True), (-0.25, 25, True), (-0.25, 26, False)],
 )

@@ -16,8 +16,8 @@ from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Decode, Source
-from common.contract.messages.handoff import AttachPrefix, AttachSequence, BlocksReady
-from common.contract.messages.worker import Cancelled, Failed, Finished, StepTokens, TokenScores
+from common.contract.messages.handoff import AttachPrefix, AttachSequence, BlocksReady, PrefillDone, Settled
+from common.contract.messages.worker import Cancelled, Failed, Finished, StepTokens, Tokens, TokenScores
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Chosen, InvalidLogitsError, SampledToken, StepResult
 from common.engine.grammar import GaveUp
@@ -26,6 +26,7 @@ from common.worker.events import (
     Action,
     AskMask,
     Event,
+    ForgetMask,
     MaskMade,
     PeerLost,
     PlannedStep,
@@ -36,7 +37,17 @@ from common.worker.events import (
 )
 from decode_worker.step import Step
 from decode_worker.view import DecodeTotals, heartbeat
-from kv_transfer.events import DropSource, Poll, Polled, ReadEnded, Send, SourceOpened, SourceReceived, StartRead
+from kv_transfer.events import (
+    DropSource,
+    Poll,
+    Polled,
+    ReadEnded,
+    Send,
+    SourceLost,
+    SourceOpened,
+    SourceReceived,
+    StartRead,
+)
 
 SINK = Incarnation("sink")
 SOURCE = Source(address="p:1", incarnation=Incarnation("p"))
@@ -45,8 +56,8 @@ SOURCE = Source(address="p:1", incarnation=Incarnation("p"))
 class Driven:
     """A core whose shell is the test."""
 
-    def __init__(self, num_blocks: int) -> None:
-        site: Site = World(["d"], num_blocks=num_blocks).sites[Incarnation("d")]
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        site: Site = World(["d"], num_blocks=num_blocks, **options).sites[Incarnation("d")]
         self.core, self.engine = site.core, site.engine
         self.now = 0.0
 
@@ -66,14 +77,16 @@ class Driven:
         max_tokens: int = 1,
         choices: tuple[int, ...] = (0,),
         source: Source | None = None,
+        num_output: int = 0,
+        masked: bool = True,
     ) -> list[Action]:
-        """A request of one token, or of some if it has a grammar. Its mask is known at once. With a source the prompt
-        is pulled from there."""
+        """A request of one token, or of some if it has a grammar. Its mask is known at once, unless `masked` is False.
+        With a source the prompt is pulled from there. Its client has the last `num_output` tokens already."""
         work = Decode(
             request=RequestId(name),
             attempt=1,
             token_ids=tuple(prompt),
-            prompt_len=len(prompt),
+            prompt_len=len(prompt) - num_output,
             choices=choices,
             handles=handles(len(choices)),
             sampling=SamplingParams(max_tokens=max_tokens if grammar is None else 4, grammar=grammar),
@@ -83,7 +96,7 @@ class Driven:
         )
         actions = self.hear(GATEWAY, work)
         for action in actions:
-            if isinstance(action, AskMask):
+            if isinstance(action, AskMask) and masked:
                 self.handle(MaskMade(action.state, None))
         return actions
 
@@ -300,6 +313,99 @@ def test_choices_that_have_ended_are_no_load(how: str) -> None:
     assert load_of(driven) == (1, 1.0)
 
 
+def test_a_request_is_no_load_and_does_not_wait_here_while_its_prompt_waits_at_its_source() -> None:
+    driven = linked(num_blocks=32)
+    driven.ask("r", range(9), source=SOURCE)
+    assert load_of(driven) == (1, 0.0)
+    assert heartbeat(driven.core, 0).waiting == 0
+    offer(driven, "r", 3)
+    assert load_of(driven) == (1, 1.0)
+
+
+def test_sequences_that_wait_for_a_place_in_the_batch_wait() -> None:
+    driven = Driven(num_blocks=32, max_num_seqs=1)
+    for name in "ab":
+        driven.ask(name, range(5), max_tokens=9)
+    for _ in range(3):
+        driven.step()
+    told = heartbeat(driven.core, 0)
+    assert (told.running, told.waiting) == (1, 1)
+
+
+@pytest.mark.parametrize("grammar", [None, "start: /x/"])
+def test_what_is_cached_of_a_prompt_that_has_no_blocks_yet_is_not_to_be_computed(grammar: str | None) -> None:
+    driven = Driven(num_blocks=8)
+    prompt = range(4 * BLOCK_SIZE)
+    driven.ask("first", prompt)
+    driven.step()
+    driven.ask("blocker", range(100, 100 + 4 * BLOCK_SIZE), max_tokens=9)
+    driven.ask("second", [*prompt, 50, 51], grammar, masked=False)
+    assert driven.core.scheduler.num_waiting == (grammar is None), "the others wait for a mask"
+    assert sum(heartbeat(driven.core, 0).queued_tokens) == 4 * BLOCK_SIZE + 2
+
+
+def test_the_end_of_its_time_names_the_state_of_a_request_that_is_computed_here() -> None:
+    driven = Driven(num_blocks=4)
+    driven.ask("computed", range(2 * BLOCK_SIZE + 1))
+    driven.ask("without room", range(20, 20 + 2 * BLOCK_SIZE + 1))
+    driven.ask("without a mask", [7], grammar="start: /x/", masked=False)
+    driven.now = BUDGET_S
+    told = sent(driven.handle(Ticked()), Failed)
+    assert [each.cause for each in told] == [Cause.DEADLINE] * 3
+    states = {each.request: each.message.rpartition("decode worker, ")[2] for each in told}
+    assert states == {"computed": "computing", "without room": "waiting", "without a mask": "masking"}
+
+
+# --- prompts that begin alike ------------------------------------------------------------------------------------
+
+
+def begin_alike(driven: Driven, num_requests: int, num_own: int = 8) -> list[list[int]]:
+    """Requests come at once, whose prompts begin with the same 20 blocks, and have `num_own` tokens more."""
+    own = [range(100 + num_own * index, 100 + num_own * (index + 1)) for index in range(num_requests)]
+    prompts = [[*range(20 * BLOCK_SIZE), *each] for each in own]
+    for index, prompt in enumerate(prompts):
+        driven.ask(f"r{index}", prompt, max_tokens=4, choices=(0, 1) if index == 2 else (0,))
+    return prompts
+
+
+@pytest.mark.parametrize(("num_own", "num_copies"), [(2 * BLOCK_SIZE, 0), (2 * BLOCK_SIZE - 1, 1)])
+def test_a_beginning_that_prompts_have_in_common_is_computed_once(num_own: int, num_copies: int) -> None:
+    driven = Driven(num_blocks=256)
+    prompts = begin_alike(driven, 6, num_own)
+    assert driven.core.pool.num_used == 6 * 22 + num_copies
+    work = driven.plan()
+    assert work is not None
+    assert [len(each.token_ids) for each in work.slices] == [len(prompts[0])], "one of them is enough for a step"
+    driven.end(work)
+    driven.core.check_invariants()
+    assert driven.core.pool.num_used == 22 + 5 * 2 + num_copies
+    told: list[Finished] = []
+    while driven.core.book.requests:
+        told += sent(driven.step(), Finished)
+        driven.core.check_invariants()
+    assert len(told) == 6
+    assert driven.core.totals.prompt == len(prompts[0]) + 5 * num_own
+    assert driven.core.pool.num_used == 0
+
+
+def test_kv_after_which_logits_are_no_numbers_is_not_shared_with_prompts_that_begin_alike() -> None:
+    driven = Driven(num_blocks=256)
+    begin_alike(driven, 2)
+    work = driven.plan()
+    assert work is not None
+    result = StepResult(
+        outcomes=[(InvalidLogitsError("NaN"),)],
+        scores=[TokenScores()],
+        chosen=Chosen([], {}),
+        duration_s=0.01,
+        between_s=0.0,
+    )
+    [failed] = sent(driven.handle(StepEnded(work, result, ())), Failed)
+    assert (failed.request, failed.cause) == ("r0", Cause.INTERNAL)
+    assert sum(heartbeat(driven.core, 0).queued_tokens) == 20 * BLOCK_SIZE + 8
+    driven.core.check_invariants()
+
+
 @pytest.mark.parametrize("choices", [(0,), (0, 1)])
 def test_the_duration_of_an_answer_that_its_client_ends_is_learnt(choices: tuple[int, ...]) -> None:
     """As its length is: if most answers end by a stop string, the others say nothing of them."""
@@ -362,10 +468,90 @@ def linked(num_blocks: int) -> Driven:
 def pulling(driven: Driven, name: str) -> StartRead:
     """A request pulls a prompt of two blocks; the read that has begun."""
     driven.ask(name, range(100, 100 + 2 * BLOCK_SIZE), max_tokens=9, source=SOURCE)
-    request, lease = RequestId(name), LeaseId(name)
-    ready = BlocksReady(request=request, attempt=1, lease=lease, epoch=1, start=0, block_ids=(0, 1), num_blocks=2)
-    [read] = [each for each in driven.handle(SourceReceived(SOURCE.incarnation, ready)) if isinstance(each, StartRead)]
+    [read] = [each for each in offer(driven, name, 2, 2) if isinstance(each, StartRead)]
     return read
+
+
+def offer(driven: Driven, name: str, num_blocks: int, num_ready: int = 0) -> list[Action]:
+    """The source opens its offer of so many blocks; the first `num_ready` can be read."""
+    request, lease, blocks = RequestId(name), LeaseId(name), tuple(range(num_ready))
+    ready = BlocksReady(
+        request=request, attempt=1, lease=lease, epoch=1, start=0, block_ids=blocks, num_blocks=num_blocks
+    )
+    return driven.handle(SourceReceived(SOURCE.incarnation, ready))
+
+
+def settle(driven: Driven, name: str, num_tokens: int, choices: Sequence[int]) -> list[Action]:
+    """The source has computed a prompt of so many tokens; it is read and valid. What follows at the end."""
+    request, lease = RequestId(name), LeaseId(name)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    [read] = [each for each in offer(driven, name, num_blocks, num_blocks) if isinstance(each, StartRead)]
+    first = tuple(
+        Tokens(request=request, attempt=1, choice=choice, position=num_tokens, token_ids=(5,)) for choice in choices
+    )
+    done = PrefillDone(request=request, attempt=1, lease=lease, epoch=1, first_tokens=first)
+    assert sent(driven.handle(SourceReceived(SOURCE.incarnation, done)), Failed) == []
+    driven.handle(ReadEnded(read.read_id, None))
+    settled = Settled(request=request, attempt=1, lease=lease, epoch=1, valid=True)
+    return driven.handle(SourceReceived(SOURCE.incarnation, settled))
+
+
+def masks(actions: Sequence[Action]) -> list[AskMask]:
+    """The masks that the core asks for."""
+    return [each for each in actions if isinstance(each, AskMask)]
+
+
+@pytest.mark.parametrize("quickly", [True, False])
+@pytest.mark.parametrize("choices", [(0,), (0, 1)])
+@pytest.mark.parametrize("num_output", [0, 2])
+def test_a_grammar_is_read_before_the_prompt_is_here(quickly: bool, choices: tuple[int, ...], num_output: int) -> None:
+    """The first choice goes on from where it was read to, unless its source brings the first token sooner. Grammars are
+    compiled one after another, so nobody asks before its source has room for its prompt."""
+    driven = linked(num_blocks=32)
+    grammar, text = "start: /x+/", list(range(9))
+    asked = driven.ask("r", text, grammar, choices=choices, source=SOURCE, num_output=num_output, masked=False)
+    assert masks(asked) == []
+    [before] = masks(offer(driven, "r", 3))
+    assert (list(before.token_ids), before.prompt_len) == (text, 9 - num_output)
+    driven.core.check_invariants()
+    if quickly:
+        assert driven.handle(MaskMade(before.state, None)) == []
+    told = settle(driven, "r", 9, choices)
+    assert (ForgetMask(before.state) in told) == (not quickly)
+    asked_of, request = masks(told), driven.core.book.requests[RequestId("r")]
+    assert [each.state for each in asked_of] == [each.sequence.grammar_state for each in request.choices]
+    assert [list(each.token_ids) for each in asked_of] == [[*text, 5]] * len(choices)
+    assert [each.state is before.state for each in asked_of] == [choice == 0 for choice in choices]
+    driven.core.check_invariants()
+    for each in asked_of:
+        driven.handle(MaskMade(each.state, None))
+    work = driven.plan()
+    assert work is not None
+    assert work.plan.decodes == request.choices
+
+
+@pytest.mark.parametrize("end", ["an abort", "a deadline", "its source", "its grammar"])
+def test_a_pull_that_ends_before_its_first_mask_is_known_waits_for_none(end: str) -> None:
+    driven = linked(num_blocks=32)
+    driven.ask("r", range(9), "start: /x+/", source=SOURCE)
+    [asked] = masks(offer(driven, "r", 3))
+    match end:
+        case "an abort":
+            told = driven.hear(GATEWAY, Abort(request=RequestId("r"), attempt=1))
+        case "a deadline":
+            driven.now = BUDGET_S
+            told = driven.handle(Ticked())
+        case "its source":
+            lost = SourceLost(SOURCE.address, SOURCE.incarnation, Cause.WORKER_LOST, "killed")
+            told = driven.handle(lost)
+        case _:
+            told = driven.handle(MaskMade(asked.state, GaveUp("items", "too many")))
+    assert (ForgetMask(asked.state) in told) == (end != "its grammar")
+    ends = {"a deadline": Cause.DEADLINE, "its source": Cause.WORKER_LOST, "its grammar": Cause.INVALID}
+    assert [each.cause for each in sent(told, Failed)] == ([ends[end]] if end in ends else [])
+    assert (driven.core.book.requests, driven.core.pulls.num_pulls, len(driven.core._masks)) == ({}, 0, 0)
+    assert driven.handle(MaskMade(asked.state, None)) == [], "it was on its way"
+    driven.core.check_invariants()
 
 
 def test_while_the_own_transport_hangs_all_but_pulls_goes_on_and_these_end_by_abort_or_deadline() -> None:

@@ -134,6 +134,95 @@ def test_tenants_and_tiers_do_share() -> None:
     assert reservation(bench, request("second", tokens("first", 8), tenant="b"))[1] == 2
 
 
+@pytest.mark.parametrize("num_shared", [0, 3, 4, 8, 15, 20, 24])
+def test_what_a_prompt_that_waits_has_to_compute_is_what_was_not_cached_when_it_was_looked_up(num_shared: int) -> None:
+    bench = Bench(8, memory_reserve=EAGER)
+    first = request("first", 20)
+    bench.run(first)
+    bench.forget(first)
+    bench.reserve(request("blocker", 12))
+    assert (bench.pool.num_free, bench.pool.num_cached) == (5, 5)
+    text = tokens("first", num_shared) + tokens("more", 28 - num_shared)
+    waits = request("waits", text, local=True)
+    assert bench.reserve(waits) == []
+    assert bench.scheduler.num_uncomputed_of(waits) == 28 - min(num_shared, 20) // 4 * 4
+    bench.evict()
+    assert bench.reserve(request("later", 28)) == [], "and it is looked up again"
+    assert bench.scheduler.num_uncomputed_of(waits) == 28
+
+
+# --- what others compute meanwhile -------------------------------------------------------------------------------
+
+
+def half_computed(
+    num_tokens: int = 16, num_choices: int = 1, *, scored: bool = False
+) -> tuple[Bench, Step, DecodeRequest, list[int]]:
+    """A step computes "a" whole, 10 tokens, and 2 tokens of "b", which begins with the same 9; the blocks of "a"."""
+    bench = Bench(64, memory_reserve=EAGER, token_budget=12)
+    a = request("a", 10, local=True)
+    b = request("b", tokens("a", 9) + tokens("more", num_tokens - 9), num_choices=num_choices, local=True)
+    if scored:
+        b.work = replace(b.work, prompt_logprobs=1)
+    bench.reserve(a, b)
+    step = bench.begin_step()
+    assert chunks(step) == [("a", 0, 10), ("b", 0, 2)]
+    return bench, step, b, list(bench.scheduler.prompts.of_requests[a].block_table)
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("num_tokens", [16, 17, 18])
+def test_a_prompt_gets_blocks_that_another_one_has_filled_meanwhile_for_its_own(
+    num_tokens: int, num_choices: int
+) -> None:
+    """What others hold, too, does not become free with it. The copies of its last block are its own."""
+    bench, step, b, table = half_computed(num_tokens, num_choices)
+    own = list(bench.scheduler.prompts.of_requests[b].block_table)
+    num_free, num_copies = bench.pool.num_free, 0 if num_tokens == 16 else 1
+    bench.end_step(step)
+    assert bench.pool.num_free == num_free + 2
+    held = [bench.scheduler._admission._forecast.held((b, choice))[1] for choice in range(num_choices)]
+    assert sorted(held) == [num_copies] * (num_choices - 1) + [2 + num_copies]
+    assert (b.num_cached, bench.scheduler.entrance.num_prefix_hit) == (6, 6)
+    step = bench.begin_step()
+    assert chunks(step) == [("b", 8, num_tokens)]
+    assert list(step.chunks[0].prompt.block_table) == [*table[:2], *own[2:]]
+    bench.end_step(step)
+    assert [list(each.sequence.block_table[:2]) for each in b.choices] == [table[:2]] * num_choices
+
+
+def test_a_prompt_that_finds_nothing_new_keeps_its_own_blocks() -> None:
+    bench, step, b, _ = half_computed()
+    bench.end_step(step)
+    bench.scheduler.entrance.match_again()
+    assert (b.num_cached, bench.scheduler.num_uncomputed_of(b)) == (6, 8)
+
+
+def test_a_prompt_that_finds_blocks_is_due_as_soon_as_what_is_left_of_it() -> None:
+    bench = Bench(128, memory_reserve=EAGER, token_budget=100, costs=Costs(prefill_s_per_token=0.01))
+    bench.reserve(
+        request("first", 100, local=True),
+        request("alike", tokens("first", 100) + tokens("more", 4), local=True),
+        request("long", 101, local=True),
+    )
+    assert chunks(bench.step()) == [("first", 0, 100)]
+    assert [each.request.work.request for each in bench.scheduler.prompts] == ["alike", "long"]
+
+
+def test_a_prompt_whose_tokens_are_scored_gets_no_block_of_others() -> None:
+    bench, step, b, _ = half_computed(scored=True)
+    bench.end_step(step)
+    assert (b.num_cached, bench.scheduler.num_uncomputed_of(b)) == (0, 14)
+    assert chunks(bench.step()) == [("b", 2, 13)], "beside the other one, which decodes"
+
+
+def test_a_prompt_that_is_given_up_releases_the_blocks_that_it_has_found() -> None:
+    bench, step, b, table = half_computed()
+    bench.end_step(step)
+    assert [bench.pool.ref_count(block) for block in table[:2]] == [2, 2]
+    bench.forget(b)
+    assert [bench.pool.ref_count(block) for block in table[:2]] == [1, 1]
+
+
 # --- what is named, and when -------------------------------------------------------------------------------------
 
 

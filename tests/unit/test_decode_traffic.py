@@ -291,6 +291,8 @@ class Worker:
             choice.finish_reason = "stop"
             num += work(partial(self.scheduler.sequences.remove, choice))
         num += work(lambda: self.scheduler.chunks_done(step.chunks))
+        if step.chunks:
+            num += work(self.scheduler.entrance.match_again)
         return num + work(self.come_in)
 
 

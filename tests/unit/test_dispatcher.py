@@ -136,6 +136,22 @@ async def test_a_hello_to_a_worker_that_has_nothing_asks_no_request(monkeypatch:
     assert not bench.dispatcher._at
 
 
+async def test_as_many_choices_may_be_in_flight_as_a_hello_can_list(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has tokens, each may have an attempt of its own."""
+    monkeypatch.setattr(dispatcher, "MAX_OPEN_REQUESTS", 20)
+    _, task = await bench.request(n=16)
+    with pytest.raises(GenerationFailed, match="16 choices in flight already") as failed:
+        await bench.request(n=16)
+    assert failed.value.cause is Cause.CAPACITY
+    await bench.request(n=4)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await bench.request(n=16)
+
+
 async def test_a_resync_begins_again_what_the_worker_has_forgotten(bench: Bench) -> None:
     key, task = await bench.request()
     assert bench.dispatcher.links.hello(bench.link(D)).open_requests == (key,)
@@ -315,16 +331,16 @@ async def test_a_gateway_starts_once_each_role_has_a_worker() -> None:
 async def test_a_misfit_does_not_end_a_gateway_that_serves() -> None:
     other = replace(welcome(Role.PREFILL), fingerprint=replace(FINGERPRINT, weights_hash="other"))
     bench = Bench(opened=False)
-    broken = bench.dispatcher.links._broken = asyncio.get_running_loop().create_future()
+    failure = bench.dispatcher.links._failure = asyncio.get_running_loop().create_future()
     bench.open(D)
     _, task = await bench.request()
     bench.dispatcher.links.on_open(bench.link(P), other)
-    assert not broken.done()
+    assert not failure.done()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     bench.dispatcher.links.on_open(bench.link(P), other)
     with pytest.raises(FingerprintMismatchError):
-        await broken
+        await failure
     await bench.close()
 
 
@@ -386,6 +402,26 @@ async def test_the_next_turn_is_told_where_the_last_one_was_decoded() -> None:
     assert bench.counted("prefix_hints_total") == 1
     bench.holds(P, PROMPT_2)
     assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None, "by now the prefill worker has it itself"
+    await bench.close()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_held", "pulled_token_s", "num_computed"),
+    [(8000, 7904, 5e-6, 96), (8000, 7904, 5e-5, 8000), (192, 96, 5e-6, 192)],
+    ids=["cheaper to pull", "as dear to pull", "too short to pull"],
+)
+async def test_what_a_prefill_worker_pulls_does_not_count_as_computing_before_the_next_prompt(
+    num_tokens: int, num_held: int, pulled_token_s: float, num_computed: int
+) -> None:
+    bench = Bench()
+    bench.say(P, replace(heartbeat(), token_s=5e-5, pulled_token_s=pulled_token_s))
+    bench.holds(D, tuple(range(num_held)))
+    for _ in range(2):
+        key, _ = await bench.request(range(num_tokens))
+        hint = bench.hint(key)
+        assert hint is not None
+        assert hint.num_tokens == num_held
+    assert [given.num_tokens for given in bench.registry.workers[P].unseen] == [num_computed] * 2
     await bench.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from common.contract.messages.gateway import Decode
 from common.contract.messages.session import Phase
 from common.contract.messages.worker import Cut
 from common.contract.sampling import MAX_CHOICES
+from common.contract.tiers import Tier
 from gateway.dispatch import leaving
 from gateway.dispatch.dispatcher import _MOST_A_TURN
 from gateway.serving.attempts import Attempts
@@ -112,6 +114,47 @@ async def test_many_leave_a_worker_a_few_in_each_turn_of_the_loop_in_order_and_o
     await turns_until_all_are_looked_at(bench)
     assert pulled(bench) == [key for key, _ in asked], "each once, the oldest first"
     assert bench.in_flight(D, D2) == (MANY, MANY)
+
+
+async def test_where_there_is_no_room_for_a_sequence_none_is_sought_for_others_as_long_of_its_tier(make: Any) -> None:
+    bench = make()
+    bench.lose(D2)
+    urgent, _ = await bench.request(tier=Tier.INTERACTIVE)
+    bench.tokens(D, urgent, 0, 10)
+    asked = await streams(bench)
+    bench.say(D2, replace(heartbeat(total=100_000), places=2, sequences=(0, 2, 0), running=2))
+    tiers: list[Tier] = []
+    refuge = bench.dispatcher.placement.leaving.refuge
+
+    def count(*args: Any) -> Any:
+        tiers.extend(arg for arg in args if isinstance(arg, Tier))
+        return refuge(*args)
+
+    bench.dispatcher.placement.leaving.refuge = count
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await turns_until_all_are_looked_at(bench)
+    assert tiers == [Tier.INTERACTIVE, Tier.STANDARD]
+    assert pulled(bench) == [urgent], "lower tiers give way to it"
+    bench.say(D2, heartbeat(total=100_000))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await turns_until_all_are_looked_at(bench)
+    assert pulled(bench) == [urgent, *(key for key, _ in asked)], "it is sought anew in each round"
+
+
+async def test_that_none_has_room_that_can_hold_a_sequence_to_its_end_keeps_no_other_one_as_long(make: Any) -> None:
+    bench = make(decode=(D, D2, D3))
+    bench.lose(D2)
+    bench.lose(D3)
+    (large, _), (small, _) = [await bench.request(max_tokens=most) for most in (99, 9)]
+    for key in (large, small):
+        bench.tokens(D, key, 0, 10)
+    bench.open(D2, max_sequence_tokens=50)
+    bench.say(D2, heartbeat())
+    bench.open(D3)
+    bench.say(D3, heartbeat(used=100, total=100))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    await turns_until_all_are_looked_at(bench)
+    assert (pulled(bench), pulled(bench, D3)) == ([small], [])
 
 
 async def test_choices_of_one_request_leave_a_few_in_each_turn_too(make: Any) -> None:

@@ -399,6 +399,23 @@ async def test_what_began_after_the_crash_is_no_suspect(
     assert (set(work), work[D2].suspicion) == ({D2}, suspicion)
 
 
+async def test_what_began_after_the_connection_broke_is_no_suspect_however_late_the_verdict(
+    make: Any, time: Time
+) -> None:
+    """It has not left the gateway. The verdict is late if the event loop was blocked."""
+    bench = make(prefill=(), decode=(D, D2))
+    bench.lose(D2)
+    before, _ = await bench.request()
+    await time.advance(0.01)
+    bench.dispatcher.links.on_broken(bench.link(D))
+    await time.advance(0.05)
+    after, _ = await bench.request()
+    await time.advance(3 * RECONNECT_S)
+    bench.open(D2)
+    bench.dispatcher.links.on_lost(bench.link(D), "its process died", crashed=True)
+    assert [bench.newest(key)[1][D2].suspicion for key in (before, after)] == [Suspicion.GROUP, Suspicion.NONE]
+
+
 async def test_a_poison_is_refused_and_its_neighbours_finish(make: Any, time: Time) -> None:
     bench = make(prefill=(), decode=(D, D2))
     bench.lose(D2)
@@ -538,7 +555,7 @@ async def test_the_gateway_s_own_verdict_on_a_source_comes_before_a_report(make:
     """A decode worker may notice sooner; but whether there are suspects is for the gateway to find out."""
     bench = make(prefill=(P, P2))
     key, _ = await bench.request()
-    bench.links[P].broken = True
+    bench.dispatcher.links.on_broken(bench.link(P))
     bench.fail(D, key, Cause.WORKER_LOST)
     assert bench.newest(key)[0] == key, "not yet"
     bench.lose(P, crashed=True)
@@ -552,9 +569,11 @@ async def test_the_gateway_s_own_verdict_on_a_source_comes_before_a_report(make:
 async def test_a_source_that_is_there_after_all_is_another_matter(make: Any, time: Time) -> None:
     bench = make(prefill=(P, P2))
     key, _ = await bench.request()
-    bench.links[P].broken = True
+    links, link = bench.dispatcher.links, bench.link(P)
+    links.on_broken(link)
     bench.fail(D, key, Cause.WORKER_LOST)
-    bench.links[P].broken = False
+    links.hello(link)
+    links.on_resync(link, welcome(Role.PREFILL, [key]))
     await time.advance(1.0)
     _, work = bench.newest(key)
     assert (set(work), work[P2].suspicion) == ({P2, D}, Suspicion.NONE)

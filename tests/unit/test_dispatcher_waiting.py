@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dispatcher_bench import D2, D3, P2, Bench, D, P, Time, failure, heartbeat, settle, text
+from dispatcher_bench import D2, D3, P2, Bench, D, P, Time, failure, heartbeat, settle, text, welcome
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
@@ -324,6 +324,24 @@ async def test_who_waits_goes_to_places_that_a_worker_has_told(
     assert await placed(bench) == (places, 0)
     come_back(bench, D2)
     assert sum(await placed(bench)) == MANY
+
+
+async def test_room_where_the_connection_has_broken_sends_nobody_to_a_full_worker(make: Any, time: Time) -> None:
+    bench = make(decode=(D, D2, D3))
+    bench.lose(D3)
+    await streams_of_lost_workers(bench, crashed=False)
+    await time.advance(0.1)
+    bench.open(D, restarted=True)
+    bench.dispatcher.links.on_broken(bench.link(D))
+    bench.open(D2, restarted=True)
+    bench.say(D2, replace(heartbeat(), places=PLACES, sequences=(0, PLACES, 0), running=PLACES))
+    bench.say(D, replace(heartbeat(), places=PLACES))
+    assert await placed(bench) == (0, 0)
+    bench.dispatcher.links.hello(bench.link(D))
+    bench.dispatcher.links.on_resync(bench.link(D), welcome(Role.DECODE))
+    bench.say(D, replace(heartbeat(), places=PLACES))
+    num_back, _ = await placed(bench)
+    assert num_back == PLACES, "its room counts again"
 
 
 @either_way_lost

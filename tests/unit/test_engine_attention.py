@@ -45,11 +45,11 @@ def defined(
     q_THD: torch.Tensor, kv_layer: torch.Tensor, batch: RaggedBatch, window: int | None, scale: float
 ) -> torch.Tensor:
     """Attention by its definition: for each token and head, the softmax of scaled products with the keys it sees."""
-    out_THD, group = q_THD.clone(), q_THD.shape[1] // kv_layer.shape[1]
+    out_THD, group, block_size = q_THD.clone(), q_THD.shape[1] // kv_layer.shape[1], kv_layer.shape[3]
     rows = [row for row, num in enumerate(batch.query_lens) for _ in range(num)]
     for token, (row, position) in enumerate(zip(rows, batch.positions_T.tolist(), strict=True)):
         seen = range(0 if window is None else max(0, position - window + 1), position + 1)
-        slots = [(int(batch.block_tables_BM[row, each // batch.block_size]), each % batch.block_size) for each in seen]
+        slots = [(int(batch.block_tables_BM[row, each // block_size]), each % block_size) for each in seen]
         for head in range(q_THD.shape[1]):
             keys, values = (
                 torch.stack([kv_layer[block, head // group, kind, slot] for block, slot in slots]).float()

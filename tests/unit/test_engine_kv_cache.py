@@ -14,7 +14,7 @@ NUM_BYTES = 5 * LAYOUT.block_bytes
 def test_is_zeroed_contiguous_and_on_a_page() -> None:
     cache = KVCache(LAYOUT, 5, torch.device("cpu"))
     assert cache.parts[0].address % 4096 == 0
-    assert cache.parts[0].block_bytes == LAYOUT.block_bytes == 3 * 2 * 2 * 8 * 4 * 2
+    assert cache.blocks[0].nbytes == LAYOUT.block_bytes == 3 * 2 * 2 * 8 * 4 * 2
     assert ctypes.string_at(cache.parts[0].address, NUM_BYTES) == bytes(NUM_BYTES)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -145,11 +146,21 @@ assert kernels.linear(x, packed, None, 300).eq(50).all()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def told_by(folder: Path, program: str) -> str:
+    """What a program in C prints, which may include the kernels' headers."""
+    require("compiler")
+    (folder / "jobs.c").write_text(program)
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    options = ["-O0", "-pthread", "-I", str(Path(native.__file__).parent)]
+    subprocess.run([*compiler, *options, "-o", "jobs", "jobs.c"], cwd=folder, check=True, timeout=60)
+    return subprocess.run([folder / "jobs"], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 @pytest.mark.processes
 def test_helpers_that_cannot_be_started_are_tried_again_only_a_second_later(tmp_path: Path) -> None:
     """As where `pids.max` is reached. For forks it is registered once: the system keeps what it is given for ever."""
-    require("compiler")
-    (tmp_path / "jobs.c").write_text(
+    told = told_by(
+        tmp_path,
         """
 #include <errno.h>
 #include <pthread.h>
@@ -167,14 +178,43 @@ int main(void) {
         for (int i = 0; i < 1000; i++) share(4, 3, count, &done);
     printf("%d units, tried %d times, registered %d times", done, num_tries, num_registrations);
 }
-"""
+""",
     )
-    program = str(tmp_path / "jobs")
-    headers = str(Path(native.__file__).parent)
-    command = [os.environ.get("CC", "cc"), "-O0", "-pthread", "-I", headers, "-o", program, f"{program}.c"]
-    subprocess.run(command, check=True, timeout=60)
-    told = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout
     assert told == "12000 units, tried 3 times, registered 1 times"
+
+
+@pytest.mark.processes
+def test_a_job_waits_for_no_helper_that_the_one_before_did_not_want(tmp_path: Path) -> None:
+    """A job with four threads has started three helpers. All are woken for one with two threads, and one comes in."""
+    told = told_by(
+        tmp_path,
+        """
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+static void looks(void *at), adds(void *at), subtracts(void *at);
+#undef atomic_load
+#undef atomic_fetch_add
+#undef atomic_fetch_sub
+#define atomic_load(at) (looks((void *)(at)), atomic_load_explicit(at, memory_order_seq_cst))
+#define atomic_fetch_add(at, n) (adds((void *)(at)), atomic_fetch_add_explicit(at, n, memory_order_seq_cst))
+#define atomic_fetch_sub(at, n) (subtracts((void *)(at)), atomic_fetch_sub_explicit(at, n, memory_order_seq_cst))
+#include "crew.h"
+static _Atomic int num_looked, num_came, num_left; /* helpers */
+static void looks(void *at) { num_looked += at == &crew.helpers; }
+static void adds(void *at) { num_came += at == &crew.inside; }
+static void subtracts(void *at) { num_left += at == &crew.inside; }
+static int nothing(void *job, long unit) { return 0; }
+int main(void) {
+    share(8, 4, nothing, NULL);
+    while (num_left < 3) sched_yield();
+    share(8, 2, nothing, NULL);
+    while (num_looked < 6 || num_left < 4) sched_yield();
+    printf("%d", num_came - 3);
+}
+""",
+    )
+    assert told == "1"
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -980,6 +1020,30 @@ def test_a_limit_never_lets_instructions_in_that_the_cpu_lacks(
 def quickly(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """What is kept, and where, does not depend on how well it is compiled, which takes four times as long."""
     monkeypatch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("quickly")
+def test_the_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are part of the library's name. Without a word, it is `cc`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for num_libraries, compiler in enumerate(("env cc -DANOTHER='one more'", " "), start=1):
+        monkeypatch.setenv("CC", compiler)
+        native._load()
+        assert len(list((tmp_path / "baton").iterdir())) == num_libraries
+
+
+def test_a_compiler_that_cannot_be_understood_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "'cc")
+    native.kernels.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert native.kernels() is None
+        assert "No closing quotation" in caplog.text
+    finally:
+        native.kernels.cache_clear()
 
 
 @pytest.mark.processes

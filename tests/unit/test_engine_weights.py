@@ -109,6 +109,54 @@ def test_a_tied_table_is_held_once_and_read_from_the_packed_head(tmp_path: Path,
     assert torch.equal(weights.embed(tokens_T), embedding[tokens_T].float())
 
 
+@pytest.mark.parametrize("files", ["one file", "two files"])
+def test_a_tied_table_that_is_stored_twice_is_held_once(tmp_path: Path, files: str) -> None:
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(folder, {"lm_head.weight": embedding})
+    if files == "two files":
+        rewrite(folder, {"lm_head.weight": None})
+        save_file({"lm_head.weight": embedding}, folder / "head.safetensors", metadata={"format": "pt"})
+        body = (folder / "model.safetensors").rename(folder / "body.safetensors")
+        of_name = {**dict.fromkeys(load_file(body), body.name), "lm_head.weight": "head.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of_name}))
+    seen: list[tuple[int, int]] = []
+    config, kernels = ModelConfig.from_folder(folder), native.kernels()
+    weights = load_weights(config, folder, "float32", CPU, lambda done, total: seen.append((done, total)), kernels)
+    assert weights.embedding is None
+    tokens_T = torch.arange(len(embedding))
+    assert torch.equal(weights.embed(tokens_T), embedding)
+    assert torch.equal(weights.lm_head.rows(tokens_T), embedding)
+    assert seen == [(done, 20) for done in range(1, 21)]
+
+
+@pytest.mark.parametrize("other", ["number", "type"])
+def test_a_tied_pair_that_differs_stays_apart_as_it_does_for_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    monkeypatch.setattr(weights_module, "_ROWS_COMPARED", 100)  # the last piece has fewer
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    head = embedding.bfloat16() if other == "type" else embedding.clone()
+    head[-1, -1] += 1
+    rewrite(folder, {"lm_head.weight": head})
+    weights = load_weights(ModelConfig.from_folder(folder), folder, "float32", CPU, None, native.kernels())
+    tokens_T = torch.arange(len(embedding))
+    assert weights.embedding is not None
+    assert torch.equal(weights.embed(tokens_T), embedding)
+    assert torch.equal(weights.lm_head.rows(tokens_T), head.float())
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert not torch.equal(theirs.model.embed_tokens.weight, theirs.lm_head.weight)
+
+
+def test_a_tied_pair_of_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    short = torch.ones(383, 64)
+    rewrite(folder, {"model.embed_tokens.weight": short, "lm_head.weight": short.clone()})
+    with pytest.raises(OperatorError, match=r"has shape \[383, 64\], config\.json asks for \[384, 64\]"):
+        load(folder)
+
+
 def test_a_tied_table_is_held_twice_if_onednn_packs_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "multiplies_natively", lambda _dtype: True)
     monkeypatch.setattr(linear.Linear, "pack_for_onednn", lambda _linear: None)  # not every CPU has it

@@ -31,8 +31,8 @@ from common.contract.messages.session import Role
 from gateway.serving import blame
 from gateway.serving.attempt import Deliver
 from gateway.serving.flow import FlowState
-from gateway.serving.flow_actions import FIRST_DELAY_S, Fail
-from gateway.serving.generation import Delta
+from gateway.serving.flow_actions import FIRST_DELAY_S
+from gateway.serving.generation import Delta, Fail
 from gateway.serving.suspicion import MAX_CRASHES, Crash
 
 FINAL = (Cause.INVALID, Cause.DEADLINE)

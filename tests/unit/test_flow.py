@@ -48,8 +48,8 @@ from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
 from gateway.serving.attempt import Deliver
 from gateway.serving.flow import FlowState
-from gateway.serving.flow_actions import Done, Fail, Want
-from gateway.serving.generation import Delta
+from gateway.serving.flow_actions import Done, Want
+from gateway.serving.generation import Delta, Fail
 
 
 @pytest.fixture

@@ -142,6 +142,26 @@ async def test_too_many_requests_in_flight() -> None:
                     await asyncio.sleep(0.01)
 
 
+async def test_a_refusal_is_counted_once_before_its_acceptance_and_after() -> None:
+    generator = ScriptedGenerator(hang=True)
+    async with serve(generator, settings(max_in_flight=1)) as server, aiohttp.ClientSession() as session:
+        sample = server.metrics.registry.get_sample_value
+        held = asyncio.create_task(session.post(server.url + CHAT_PATH, json=CHAT))
+        while not generator.generations:
+            await asyncio.sleep(0.01)
+        async with session.post(server.url + CHAT_PATH, json=CHAT) as response:
+            assert response.status == 429
+        assert sample("baton_gateway_requests_failed_total", {"cause": "capacity"}) == 1
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        while sample("baton_gateway_requests_in_flight"):
+            await asyncio.sleep(0.01)
+        generator.hang, generator.failure = False, GenerationFailed(Cause.CAPACITY, "full")
+        async with session.post(server.url + CHAT_PATH, json=CHAT) as response:
+            assert response.status == 429
+        assert sample("baton_gateway_requests_failed_total", {"cause": "capacity"}) == 2
+
+
 @pytest.mark.usefixtures("limit_of_files_restored")
 async def test_a_closed_loop_of_1024_clients_is_served() -> None:
     """By default none is refused, nor are those who ask again before the end of their last request is counted."""

@@ -16,7 +16,7 @@ from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages.gateway import Abort
 from common.contract.messages.session import Phase
-from common.contract.sampling import SamplingParams
+from common.contract.sampling import MAX_CHOICES, SamplingParams
 from gateway.answer import choice_stream
 from gateway.answer.choice_stream import stream_pieces
 from gateway.intake.request_intake import Job
@@ -43,7 +43,9 @@ def job_of(num_prompts: int, *, n: int = 1, stops: tuple[str, ...] = (), budget_
     return Job(generations=generations, stops=stops, echoes=("",) * num_prompts, stream=True, include_usage=False)
 
 
-async def test_the_choices_of_a_prompt_are_made_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [1, 2, 3, MAX_CHOICES])
+async def test_the_choices_of_a_prompt_are_made_when_its_turn_comes(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many choices each prompt has, no more than `AT_ONCE` are generated at a time."""
     made: list[int] = []
 
     class Counted(ChoiceText):
@@ -53,13 +55,13 @@ async def test_the_choices_of_a_prompt_are_made_when_its_turn_comes(monkeypatch:
 
     monkeypatch.setattr(choice_stream, "ChoiceText", Counted)
     generator = ScriptedGenerator(hang=True)
-    pieces = stream_pieces(generator, tokenizer(), job_of(500, n=2))
+    pieces = stream_pieces(generator, tokenizer(), job_of(500, n=n))
     assert not made
     reader = asyncio.ensure_future(anext(pieces))
-    while len(generator.generations) < AT_ONCE:
+    while len(generator.generations) < AT_ONCE // n:
         await asyncio.sleep(0)
     await settle()
-    assert sorted(made) == list(range(2 * AT_ONCE))
+    assert sorted(made) == list(range(AT_ONCE // n * n))
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
     await pieces.aclose()
@@ -222,7 +224,7 @@ class Scores(ScriptedGenerator):
 async def test_what_was_computed_of_prompts_is_not_given_back(
     stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice_stream, "_PROMPTS_AT_ONCE", 1)
+    monkeypatch.setattr(choice_stream, "_CHOICES_AT_ONCE", 1)
     body = {"prompt": [[5] * 20] * 10, "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
     async with client_of(tmp_path, "tokens_per_minute = 1000", Scores()) as client:
         status, _, _ = await client.ask(COMPLETION | body)

@@ -725,9 +725,11 @@ def test_what_is_little_is_read_after_the_cut_if_the_source_has_lent_too_much(mo
 
 @pytest.mark.parametrize("copies", ["evicted", "evicted but for a beginning", "not to be spared"])
 def test_a_sequence_whose_names_another_one_had_is_read_ahead(copies: str) -> None:
-    """Two requests with one prompt have computed it at once; the other one's blocks bear the names, and it ends."""
+    """Two requests with one prompt have computed it in one step; the other one's blocks bear the names, and it ends."""
     world = World(num_blocks=64)
     d0, d1 = first(world), second(world)
+    world.gateway.ask(d0, range(900, 904), 1)
+    world.deliver()  # they come while its step runs
     other, old = world.gateway.ask(d0, range(40), 4), world.gateway.ask(d0, range(40), 60)
     world.deliver()
     while not kinds(other):

@@ -18,7 +18,7 @@ from common.contract.ids import RequestId, RequestKey
 from common.contract.messages.gateway import Prefill
 from common.contract.sampling import SamplingParams
 from common.engine.batch import Sample, SampledToken, Samples, Slice
-from common.engine.penalties import penalised
+from common.engine.penalties import penalise
 from common.engine.prompt import prompt_slice
 from common.engine.runner import ModelRunner, load_runner
 from common.engine.sequence import TokenSequence
@@ -72,10 +72,10 @@ def test_penalties_are_those_of_the_definition_to_the_last_bit(
         Sample(params=params, choice=0, position=len(tokens), token_ids=tokens, prompt_len=prompt_len)
         for (params, tokens), prompt_len in zip(rows, lens, strict=True)
     ]
-    got = penalised(logits, Samples.of(samples), lambda: torch.tensor([tokens[-1] for _, tokens in rows]))
+    changed = penalise(logits, Samples.of(samples), lambda: torch.tensor([tokens[-1] for _, tokens in rows]))
+    assert changed == any(params.penalised for params, _ in rows)
     for row, (params, tokens) in enumerate(rows):
-        assert got[row].numpy().tolist() == by_definition(before[row].numpy(), tokens, lens[row], params).tolist()
-    assert torch.equal(logits, before)
+        assert logits[row].numpy().tolist() == by_definition(before[row].numpy(), tokens, lens[row], params).tolist()
 
 
 # --- any schedule ----------------------------------------------------------------------------------------------------
@@ -150,12 +150,13 @@ class Schedule:
                 )
             )
         self.hear()  # a step is computed while the tokens of the one before it are told, or after that
-        logits = torch.linspace(-3, 3, VOCAB).repeat(len(chosen), 1)
+        logits_V = torch.linspace(-3, 3, VOCAB)
+        got = logits_V.repeat(len(chosen), 1)
         last = torch.tensor([text[-1] for text in texts], dtype=torch.int64)
-        got = penalised(logits, Samples.of(samples), lambda: last)
+        penalise(got, Samples.of(samples), lambda: last)
         for row, (player, text) in enumerate(zip(chosen, texts, strict=True)):
             sequence = player.sequence
-            expected = by_definition(logits[row].numpy(), text, sequence.prompt_len, sequence.sampling)
+            expected = by_definition(logits_V.numpy(), text, sequence.prompt_len, sequence.sampling)
             assert got[row].numpy().tolist() == expected.tolist()
             self.check(sequence, text)
             player.unknown = self.token()
@@ -357,6 +358,7 @@ def test_drafted_tokens_count_as_if_they_had_come(
             )
             known = [*tokens, *draft[:place]]
             last = torch.tensor(known[-1:])
-            found = penalised(torch.tensor(logits_V)[None], Samples.of([sample]), lambda last=last: last)  # type: ignore[misc]
+            found = torch.tensor(logits_V)[None]
+            penalise(found, Samples.of([sample]), lambda last=last: last)  # type: ignore[misc]
             assert np.array_equal(found[0].numpy(), by_definition(logits_V, known, len(prompt), params))
         tokens += draft[: 1 + num_read]

@@ -148,7 +148,7 @@ def ttfts_s(coming: Sequence[Arrival], costs: Costs) -> tuple[list[float], int]:
         for chunk in made.step_done(chunks):
             if chunk.last:
                 done_at[int(chunk.prompt.key.request)] = now
-                made.holdings.unpinned(chunk.prompt.key)
+                made.holdings.end(chunk.prompt.key)
     made.check_invariants()
     return [done - each.at for done, each in zip(done_at, coming, strict=True)], num_steps
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from next_times import next_deadline
@@ -20,7 +21,7 @@ from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from common.scheduling.turns import MAX_PASSED
 from prefill_worker.request import PrefillRequest
-from prefill_worker.scheduler import LOOK_AHEAD, PrefillScheduler
+from prefill_worker.scheduler import LONGEST_LOOK, LOOK_AHEAD, PrefillScheduler
 
 BLOCK_SIZE = 4
 GATEWAY = Incarnation("g")
@@ -69,9 +70,12 @@ class Bench:
         token_budget: int = 12,
         max_waiting: int = 100,
         seconds_per_token: float = 0.0,
+        step_s: float = 0.0,
+        prefix_cache: bool = True,
+        expected_pull: Callable[[PrefillRequest, int, float], int] = lambda request, num_here, now: 0,
         **options: int,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, prefix_cache=prefix_cache)
         self.scheduler = PrefillScheduler(
             self.pool,
             block_size=BLOCK_SIZE,
@@ -80,7 +84,8 @@ class Bench:
             max_waiting=max_waiting,
             ageing_s=30.0,
             ttft_target_s=TARGETS_S.__getitem__,
-            costs=Costs(prefill_s_per_token=seconds_per_token),
+            costs=Costs(prefill_s_per_token=seconds_per_token, step_s=step_s, step_tokens=token_budget),
+            expected_pull=expected_pull,
             **options,
         )
 
@@ -106,7 +111,7 @@ class Bench:
 
     def end_lease(self, of: PrefillRequest, blocks: Sequence[int]) -> None:
         self.pool.release(blocks)
-        self.scheduler.holdings.unpinned(of.key)
+        self.scheduler.holdings.end(of.key)
         self.check()
 
     def compute(self, prompt: PrefillRequest) -> None:
@@ -114,11 +119,28 @@ class Bench:
         self.admit(prompt)
         while prompt in self.scheduler.requests():
             self.step()
-        self.scheduler.holdings.unpinned(prompt.key)
+        self.scheduler.holdings.end(prompt.key)
 
     def check(self) -> None:
         self.scheduler.check_invariants()
         self.pool.check_invariants()
+
+
+def half_of_it(prompt: PrefillRequest, num_here: int, now: float) -> int:
+    """Another worker has the first half of every prompt that was not asked about before."""
+    return 0 if prompt.prefix_tried else len(prompt.token_ids) // 2
+
+
+def hold_all(bench: Bench) -> list[PrefillRequest]:
+    """Put on hold whoever is admitted, until nobody is; who that was. A pull brings all but the last block."""
+    held: list[PrefillRequest] = []
+    while admitted := bench.scheduler.admit(0.0):
+        for each in admitted:
+            each.prefix_tried = True
+            bench.scheduler.hold(each, len(each.token_ids) - BLOCK_SIZE)
+        held += admitted
+        bench.check()
+    return held
 
 
 # --- chunks ------------------------------------------------------------------------------------------------------
@@ -408,6 +430,50 @@ def test_a_flooding_tenant_s_prompts_do_not_stand_before_another_tenant_s() -> N
     assert computed["flood"] <= 160 + 4 * 32, "what was let in before, and then every second prompt"
 
 
+def test_a_flooding_tenant_s_prompts_on_hold_do_not_stand_before_another_tenant_s() -> None:
+    """A prompt on hold has blocks, and its turn once it is there. So no more are held than two steps compute."""
+    bench = Bench(num_blocks=10_000, chunk_size=8, token_budget=16, max_waiting=1000, expected_pull=half_of_it)
+    for number in range(100):
+        bench.scheduler.add(request(f"flood{number}", 32, tenant="flood"))
+    held = hold_all(bench)
+    assert len(held) == 4, "of each at most 8 tokens are in a step of 16, whatever a pull brings"
+    assert bench.scheduler.blocks_missing(0.0) == 0
+    for each in held:
+        bench.scheduler.resume(each, 0, 0.0)
+    meek = [request(f"meek{number}", 32, tenant="meek", arrived=1.0) for number in range(5)]
+    bench.admit(*meek)
+    computed = {"flood": 0, "meek": 0}
+    while any(each.num_uncomputed for each in meek):
+        for name, start, end in bench.step(now=1.0):
+            computed[name.rstrip("0123456789")] += end - start
+    assert computed["flood"] <= 160 + 4 * 32
+
+
+def test_prompts_on_hold_keep_nobody_waiting_who_is_not_held_or_who_is_more_urgent() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, expected_pull=half_of_it)
+    for number in range(10):
+        bench.scheduler.add(request(f"held{number}", 32, tier=STANDARD))
+    assert len(hold_all(bench)) == 4
+    computed, urgent = request("computed", 32), request("urgent", 32, tier=INTERACTIVE)
+    computed.prefix_tried = True
+    assert bench.admit(computed, urgent) == [urgent, computed]
+    bench.scheduler.hold(urgent, 16)
+    assert bench.scheduler.admit(0.0) == [], "it counts, too"
+    for each in [*bench.scheduler.on_hold]:
+        bench.scheduler.remove(each)
+    assert len(hold_all(bench)) == 4
+
+
+def test_many_that_would_be_put_on_hold_do_not_hide_one_that_would_not() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, expected_pull=half_of_it)
+    for number in range(4 + 2 * LOOK_AHEAD):
+        bench.scheduler.add(request(f"held{number}", 32, tenant="x"))
+    assert len(hold_all(bench)) == 4
+    other = request("other", 8, tenant="y")
+    other.prefix_tried = True
+    assert bench.admit(other) == [other]
+
+
 @pytest.mark.parametrize("longest", [30, 300])
 def test_two_tenants_that_always_wait_get_the_same_whatever_they_submit(longest: int) -> None:
     """Within 2·max(w_p·L_in, w_q·M) of each other (see `fair_queue`), where M is what is let in: two steps' prompts."""
@@ -540,6 +606,156 @@ def test_what_a_waiting_prompt_matches_is_not_looked_up_again_in_every_step() ->
     assert (admitted.num_cached, len(set(admitted.block_table))) == (0, 1050), "a match does not outlive an eviction"
 
 
+# --- prompts that begin alike at the same time -------------------------------------------------------------------
+
+DOCUMENT = range(80)
+
+
+def question(name: str, num_own: int = 10, num_alike: int = 80, **options: Any) -> PrefillRequest:
+    """A prompt of the document's first tokens, and some of its own."""
+    token_ids = [*DOCUMENT[:num_alike], *(next(TOKENS) for _ in range(num_own))]
+    return request(name, len(token_ids), token_ids=token_ids, **options)
+
+
+def computed_in_all(bench: Bench, seconds_per_token: float = 0.0) -> int:
+    """Compute everything; the number of tokens that it took."""
+    total = 0
+    while chunks := bench.step(now=total * seconds_per_token):
+        total += sum(end - start for _, start, end in chunks)
+    assert not bench.scheduler.requests()
+    return total
+
+
+@pytest.mark.parametrize("seconds_per_token", [0.0, 1e-3])
+def test_what_prompts_have_in_common_is_computed_once(seconds_per_token: float) -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, seconds_per_token=seconds_per_token)
+    questions = [question(f"q{number}") for number in range(4)]
+    assert bench.admit(*questions) == questions[:1]
+    assert bench.scheduler.blocks_missing(0.0) == 0
+    assert computed_in_all(bench, seconds_per_token) == 80 + 4 * 10
+    assert [each.num_cached for each in questions] == [0, 80, 80, 80]
+    assert [each.num_passed for each in questions] == [0] * 4
+
+
+def test_each_block_is_waited_for_that_another_prompt_fills() -> None:
+    """One prompt goes on where the first has left the others, and the last where that one has."""
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=8)
+    bench.admit(question("short", num_alike=20), question("long"), question("longer"), question("none", num_alike=0))
+    assert sorted(each.key.request for each in bench.scheduler.running) == ["none", "short"]
+    assert computed_in_all(bench) == 80 + 4 * 10
+
+
+def test_others_are_admitted_while_a_prompt_waits_for_another_s_blocks() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16)
+    first, second, other = question("first"), question("second"), request("other", 20)
+    assert bench.admit(first, second, other) == [first, other]
+    assert bench.step() == [("first", 0, 8), ("other", 0, 8)]
+    assert second.num_passed == 0
+
+
+@pytest.mark.parametrize("half_done", [False, True])
+def test_a_prompt_waits_for_nobody_who_has_left(half_done: bool) -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16)
+    first, second = question("first"), question("second")
+    bench.admit(first, second)
+    if half_done:
+        bench.step()
+    assert bench.admit() == []
+    bench.scheduler.remove(first)
+    assert bench.admit() == [second]
+    assert second.num_cached == 8 * half_done
+    assert computed_in_all(bench) == 90 - second.num_cached
+
+
+def test_a_prompt_does_not_wait_for_a_pull() -> None:
+    """It may take as long as the other prompt has patience. The rest is computed, and waited for."""
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, expected_pull=half_of_it)
+    pulled = [question("first"), question("second")]
+    assert bench.admit(*pulled) == pulled, "neither waits for the other, which is about to be put on hold"
+    for each in pulled:
+        each.prefix_tried = True
+        bench.scheduler.hold(each, 44)
+    computed, late = question("computed"), question("late", num_own=11)
+    computed.prefix_tried = late.prefix_tried = True
+    assert bench.admit(computed) == [computed]
+    bench.scheduler.remove(computed)
+    bench.scheduler.resume(pulled[0], 44, 0.0)
+    assert bench.admit(late) == []
+
+
+@pytest.mark.parametrize(("num_before", "comes_in"), [(2 * LOOK_AHEAD, True), (LONGEST_LOOK, False)])
+def test_many_prompts_that_wait_for_one_do_not_hide_another(num_before: int, comes_in: bool) -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, max_waiting=1000)
+    first, other = question("first"), request("other", 8, tenant="other")
+    assert bench.admit(first, *(question(f"q{number}") for number in range(num_before))) == [first]
+    assert bench.scheduler.blocks_missing(0.0) == 0
+    assert bench.admit(other) == [other] * comes_in
+    assert bench.step() == [("first", 0, 8), ("other", 0, 8)][: 1 + comes_in]
+
+
+def test_a_prompt_that_has_waited_is_as_long_as_what_it_lacks_now() -> None:
+    """In its urgency, and in the load that others are told."""
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=8, seconds_per_token=1e-3)
+    first, second = question("first"), question("second")
+    bench.admit(first, second)
+    assert bench.scheduler.queued_tokens == (0, 90 + 90, 0)
+    for num_done in range(8, 88, 8):
+        bench.step(now=1e-3 * (num_done - 8))
+        assert bench.admit(now=1e-3 * num_done) == ([second] if num_done == 80 else [])
+        assert bench.scheduler.queued_tokens == (0, 90 - num_done + 90 - num_done, 0)
+    assert second.urgency[1] == pytest.approx(0.08 + TARGETS_S[STANDARD] + 0.01), "before what was longer than it is"
+
+
+def test_an_urgent_prompt_waits_for_nobody_of_a_lower_tier_or_who_is_due_much_later() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, seconds_per_token=1e-3)
+    later = question("later", num_own=400)
+    assert bench.admit(later) == [later]
+    urgent, short = question("urgent", tier=INTERACTIVE), question("short")
+    assert bench.admit(urgent, short) == [urgent, short], "due 0.39 s before the long one, which would save it 0.08 s"
+
+
+def test_an_aged_prompt_waits_for_nobody_who_may_have_no_share_of_the_steps() -> None:
+    """Neither for one of a higher tier, nor for a younger one of its own."""
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=80)
+    above, young = question("above", tier=INTERACTIVE), question("young", tier=BATCH, arrived=20.0)
+    bench.scheduler.add(above)
+    assert bench.admit(young, now=20.0) == [above, young]
+    aged = question("aged", tier=BATCH, arrived=5.0)
+    assert bench.admit(aged, now=35.0) == []
+    assert bench.scheduler.admit(36.0) == [aged]
+    bench.scheduler.remove(above)
+    bench.scheduler.remove(young)
+    assert bench.admit(question("as old", tier=BATCH, arrived=5.0), now=36.0) == [], "the aged one has its share"
+
+
+def test_a_prompt_waits_for_one_that_is_due_a_little_later() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, seconds_per_token=1e-3)
+    later = question("later", num_own=60)
+    assert bench.admit(later, now=0.0) == [later]
+    assert bench.admit(question("sooner"), now=0.0) == []
+
+
+@pytest.mark.parametrize(("step_s", "num_computed"), [(0.05, 80 + 2 * 10), (0.15, 2 * 90)])
+def test_what_saves_less_than_a_step_is_not_waited_for(step_s: float, num_computed: int) -> None:
+    """Who waits takes part in a later step."""
+    bench = Bench(num_blocks=1000, chunk_size=512, token_budget=1024, seconds_per_token=1e-3, step_s=step_s)
+    bench.admit(question("first"), question("second"))
+    assert computed_in_all(bench) == num_computed
+
+
+def test_nobody_waits_for_what_would_not_be_found_or_used() -> None:
+    scored = question("scored")
+    scored.work = replace(scored.work, prompt_logprobs=0)
+    salted = question("salted", salt="x")
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=100)
+    first = question("first")
+    assert bench.admit(first, scored, salted, question("same")) == [first, scored, salted]
+    uncached = Bench(num_blocks=1000, chunk_size=8, token_budget=100, prefix_cache=False)
+    assert len(uncached.admit(question("a"), question("b"))) == 2
+    short = Bench(num_blocks=1000, chunk_size=8, token_budget=100)
+    assert len(short.admit(*(request(name, 4, token_ids=range(4)) for name in "ab"))) == 2, "the last token is computed"
+
+
 # --- on hold -----------------------------------------------------------------------------------------------------
 
 
@@ -547,11 +763,12 @@ def test_a_request_on_hold_is_not_computed_until_more_of_it_is_there() -> None:
     bench = Bench()
     prompt, other = request("a", 20, token_ids=range(20)), request("b", 4)
     bench.admit(prompt, other)
-    bench.scheduler.hold(prompt)
+    bench.scheduler.hold(prompt, 12)
     scheduler = bench.scheduler
-    assert (len(scheduler.running), len(scheduler.on_hold), scheduler.num_uncomputed) == (1, 1, 24)
+    assert (len(scheduler.running), len(scheduler.on_hold)) == (1, 1)
+    assert scheduler.num_uncomputed == 8 + 4, "without what is expected to come"
     assert bench.step() == [("b", 0, 4)]
-    bench.scheduler.resume(prompt, 16)
+    bench.scheduler.resume(prompt, 16, 0.0)
     assert (prompt.num_cached, prompt.num_computed, bench.scheduler.num_uncomputed) == (0, 16, 4)
     bench.lease(prompt)
     assert bench.step() == [("a", 16, 20)]
@@ -565,10 +782,12 @@ def test_a_request_on_hold_may_go_on_as_it_was() -> None:
     bench = Bench()
     prompt = request("a", 20)
     bench.admit(prompt)
-    bench.scheduler.hold(prompt)
+    bench.scheduler.hold(prompt, 16)
     assert len(bench.scheduler.running) == 0, "an engine that does no step for it does not hang"
-    bench.scheduler.resume(prompt, 0)
+    assert bench.scheduler.queued_tokens == (0, 4, 0)
+    bench.scheduler.resume(prompt, 0, 0.0)
     bench.check()
+    assert bench.scheduler.queued_tokens == (0, 20, 0)
     assert bench.step() == [("a", 0, 8)]
 
 
@@ -577,12 +796,13 @@ def test_a_request_on_hold_may_start_again_with_other_blocks() -> None:
     prompt = request("a", 20, arrived=3.0)
     bench.admit(prompt, now=3.0)
     prompt.prefix_tried = True
-    bench.scheduler.hold(prompt)
+    bench.scheduler.hold(prompt, 16)
     written = list(prompt.block_table)
     bench.pool.share(written)
     bench.scheduler.requeue(prompt)
     bench.check()
     assert (len(bench.scheduler.waiting), len(bench.scheduler.running), prompt.block_table) == (1, 0, [])
+    assert bench.scheduler.num_uncomputed == 20
     assert bench.admit(now=4.0) == [prompt]
     assert not set(prompt.block_table) & set(written)
     assert bench.scheduler.num_prefix_queried == 20, "it is one prompt"
@@ -596,7 +816,43 @@ def test_nothing_is_put_on_hold_under_a_step() -> None:
     bench.admit(prompt)
     bench.scheduler.schedule(0.0)
     with pytest.raises(AssertionError):
-        bench.scheduler.hold(prompt)
+        bench.scheduler.hold(prompt, 16)
+
+
+def test_a_prompt_of_which_little_is_left_comes_before_shorter_ones_than_it_was() -> None:
+    bench = Bench(num_blocks=10_000, chunk_size=512, token_budget=512, seconds_per_token=1e-3)
+    pulled, shorter = request("pulled", 8000), request("shorter", 2000)
+    bench.admit(pulled)
+    bench.scheduler.hold(pulled, 7900)
+    bench.admit(shorter)
+    bench.scheduler.resume(pulled, 7900, 0.0)
+    assert len({each.urgency for each in (pulled, shorter)}) == 2
+    assert bench.step() == [("pulled", 7900, 8000)]
+
+
+def test_a_prompt_whose_pull_fails_does_not_lose_its_place() -> None:
+    bench = Bench(num_blocks=10_000, chunk_size=512, token_budget=512, seconds_per_token=1e-3)
+    prompt = request("prompt", 800)
+    bench.admit(prompt)
+    urgency = prompt.urgency
+    bench.scheduler.hold(prompt, 400)
+    bench.scheduler.resume(prompt, 0, 5.0)
+    assert prompt.urgency == urgency
+
+
+def test_a_waiting_prompt_counts_as_long_as_it_is_after_its_pull() -> None:
+    """In the load that others are told, and in its place in the queue."""
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, seconds_per_token=1e-3, expected_pull=half_of_it)
+    other, pulled = request("other", 150), request("pulled", 200)
+    other.prefix_tried = True
+    bench.scheduler.add(other)
+    bench.scheduler.add(pulled)
+    assert bench.scheduler.queued_tokens == (0, 150 + 100, 0)
+    assert bench.admit() == [pulled, other]
+    assert pulled.urgency < other.urgency
+    assert bench.scheduler.num_uncomputed == 200 + 150, "it is not known yet whether it is pulled"
+    bench.scheduler.hold(pulled, 100)
+    assert bench.scheduler.num_uncomputed == 100 + 150
 
 
 # --- what a tier may hold ----------------------------------------------------------------------------------------
@@ -669,7 +925,7 @@ def test_higher_tiers_pass_one_whose_tier_has_its_share_as_often_as_they_like() 
         small = request(f"s{number}", 1, tier=INTERACTIVE)
         assert bench.admit(small, now=100.0) == [small]
         bench.step()
-        bench.scheduler.holdings.unpinned(small.key)
+        bench.scheduler.holdings.end(small.key)
     assert aged.num_passed == 0
 
 
@@ -689,7 +945,7 @@ def test_a_request_that_is_removed_gives_everything_back(when: str) -> None:
         bench.step()
     chunks = [] if when == "on hold" else bench.scheduler.schedule(0.0)
     if when == "on hold":
-        bench.scheduler.hold(prompt)
+        bench.scheduler.hold(prompt, 8)
     bench.scheduler.remove(prompt)
     bench.scheduler.remove(prompt)
     if when != "waiting":
@@ -731,8 +987,9 @@ def test_the_lease_keeps_the_blocks_of_a_prompt_that_is_done() -> None:
     assert bench.pool.num_used == 2
     bench.end_lease(prompt, leased)
     assert bench.pool.num_used == 0
-    bench.scheduler.holdings.unpinned(prompt.key)
-    bench.scheduler.holdings.unpinned(RequestKey(RequestId("nobody"), 1))
+    bench.scheduler.holdings.end(prompt.key)
+    bench.scheduler.holdings.end(RequestKey(RequestId("nobody"), 1))
+    bench.check()
 
 
 def test_what_a_waiting_prompt_found_is_not_used_once_it_has_proved_invalid() -> None:

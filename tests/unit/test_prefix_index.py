@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,14 +13,22 @@ from hypothesis import strategies as st
 from common.contract.block_hashes import SHORT_NAME_BYTES, BlockHash, block_hashes
 from common.contract.ids import Incarnation
 from common.contract.messages.fields import MAX_CACHE_EVENTS, Message
+from common.contract.messages.session import Role
 from common.contract.messages.worker import CacheEvents
 from common.engine.block_pool import BlockPool
-from common.engine.cache_feed import CacheFeed
+from common.runtime.config import PrefillSettings
+from common.scheduling.trials import Trials
+from common.worker.agenda import Agenda
+from common.worker.events import SessionOpened
+from common.worker.front import Front
 from gateway.workers.prefix_index import NUM_PARTS, PrefixIndex
 from gateway.workers.worker_life import WorkerLife
+from kv_transfer.regions import RankPart, Region
 
 A, B = WorkerLife("a:1", Incarnation("A")), WorkerLife("b:1", Incarnation("B"))
 GATEWAY, OTHER_GATEWAY = Incarnation("G"), Incarnation("H")
+SETTINGS = PrefillSettings().on("cpu")
+REGION = Region(parts=(RankPart(1, 0, 1),), num_blocks=1, block_bytes=1)
 
 
 def names(*token_ids: int) -> list[BlockHash]:
@@ -215,14 +224,20 @@ def test_it_says_what_sets_of_names_would_or_less_if_it_was_full(
 
 
 class Wire:
-    """What a worker's feed sends, by gateway."""
+    """What a worker sends of its cache, by gateway."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self.feed = CacheFeed(pool, self.send)
+        agenda = Agenda(lambda event: None)
+        agenda.send = self.send  # type: ignore[method-assign]
+        self.front: Front[Any] = Front(agenda, SETTINGS, 1, pool, Trials(), REGION, lambda names: ())
         self.sent: dict[Incarnation, list[Message]] = {GATEWAY: [], OTHER_GATEWAY: []}
 
     def send(self, peer: Incarnation, message: Message) -> None:
         self.sent[peer].append(message)
+
+    def begin(self, gateway: Incarnation) -> None:
+        """A session opens."""
+        self.front.handle(SessionOpened(gateway, Role.GATEWAY))
 
     def deliver(self, gateway: Incarnation, index: PrefixIndex) -> int:
         """Everything that is under way arrives; how many messages that was."""
@@ -237,24 +252,24 @@ def test_only_gateways_with_a_session_are_told() -> None:
     pool = BlockPool(4)
     wire = Wire(pool)
     pool.name(pool.allocate(1), names(1))
-    wire.feed.publish()
+    wire.front.tell_cache()
     assert wire.sent == {GATEWAY: [], OTHER_GATEWAY: []}
-    wire.feed.begin(GATEWAY)
+    wire.begin(GATEWAY)
     assert wire.sent[GATEWAY] == [events(names(1), begins=True)]
     pool.name(pool.allocate(1), names(2))
-    wire.feed.publish()
+    wire.front.tell_cache()
     assert wire.sent[GATEWAY][1:] == [events(names(2))]
-    wire.feed.end(GATEWAY)
-    wire.feed.end(OTHER_GATEWAY)
+    wire.front.lost(GATEWAY)
+    wire.front.lost(OTHER_GATEWAY)
     pool.name(pool.allocate(1), names(3))
-    wire.feed.publish()
+    wire.front.tell_cache()
     assert len(wire.sent[GATEWAY]) == 2
 
 
 def test_nothing_new_is_no_message() -> None:
     wire = Wire(BlockPool(4))
-    wire.feed.begin(GATEWAY)
-    wire.feed.publish()
+    wire.begin(GATEWAY)
+    wire.front.tell_cache()
     assert wire.sent[GATEWAY] == [events(begins=True)], "an empty cache is told, too: what was told before is void"
 
 
@@ -265,7 +280,7 @@ def test_a_large_cache_is_told_in_parts() -> None:
     pool.name(pool.allocate(num_blocks), chain)
     wire, index = Wire(pool), PrefixIndex()
     index.apply(A, events(names(-1 % 2**60)))
-    wire.feed.begin(GATEWAY)
+    wire.begin(GATEWAY)
     assert wire.deliver(GATEWAY, index) == 3
     assert index.num_blocks == num_blocks
     assert index.longest(chain) == {A: num_blocks}
@@ -291,7 +306,7 @@ def test_every_gateway_knows_what_the_pool_holds(seed: int, num_blocks: int) -> 
             case "release" if held:
                 pool.release(held.pop(draw.randrange(len(held))))
             case "publish":
-                wire.feed.publish()
+                wire.front.tell_cache()
             case "deliver":
                 for gateway, index in indices.items():
                     if index is not None:
@@ -300,15 +315,15 @@ def test_every_gateway_knows_what_the_pool_holds(seed: int, num_blocks: int) -> 
                 gateway = draw.choice(list(indices))
                 indices[gateway] = None
                 wire.sent[gateway].clear()
-                wire.feed.end(gateway)
+                wire.front.lost(gateway)
             case "open":
                 gateway = draw.choice(list(indices))
                 if indices[gateway] is None:
                     indices[gateway] = PrefixIndex()
                 wire.sent[gateway].clear()  # lost, and noticed: the session begins anew
-                wire.feed.begin(gateway)
+                wire.begin(gateway)
         pool.check_invariants()
-    wire.feed.publish()
+    wire.front.tell_cache()
     for gateway, index in indices.items():
         if index is not None:
             wire.deliver(gateway, index)

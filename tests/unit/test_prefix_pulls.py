@@ -105,13 +105,14 @@ def test_nothing_is_pulled_for_a_while_from_a_source_that_cannot_be_read(
     made, other = pulls(token_s=2.0 / NUM_TOKENS), replace(SOURCE, incarnation=new_incarnation())
     before = made.token_s
     pulled = [made.choose(request(), 0.0) for _ in range(2)]
-    for prefix in pulled:
+    for number, prefix in enumerate(pulled, 1):
         assert prefix is not None
-        assert prefix.until == pytest.approx(4.0, rel=0.05)
+        assert prefix.until == pytest.approx(4.0 * number, rel=0.05), "twice the time to compute it, if it is alone"
         prefix.num_blocks = offers * len(prefix.pull.block_hashes or ())
         made.gave_up(prefix.pull, cause, at)
     assert caplog.text.count("for 10 s") == len(caplog.records) == 1
     assert made.choose(request(), at + 0.25) is None
+    assert made.expected(request(), 0, at + 0.25) == 0
     assert made.choose(request(source=other), at + 0.25) is not None
     assert made.choose(request(), at + 9.9) is None
     assert made.choose(request(), at + 10.1) is not None
@@ -156,6 +157,36 @@ def test_a_pause_is_forgotten_some_time_after_it() -> None:
     assert len(made._pauses) == 1
 
 
+def test_pulls_that_share_the_network_are_not_taken_for_slow_ones() -> None:
+    """Each of them would take 0.042 s alone."""
+    made = pulls()
+    before = made.token_s
+    for prefix in [begun(made) for _ in range(20)]:
+        assert prefix is not None
+        made.pulled(prefix.pull, 0.84)
+        assert made.token_s < before, "also after the first one, which began alone"
+    assert made.choose(request(), 0.84) is not None
+
+
+@pytest.mark.parametrize(("num_here", "expected"), [(0, 1584), (800, 1584), (1568, 0), (1584, 0)])
+def test_it_is_known_beforehand_what_is_pulled(num_here: int, expected: int) -> None:
+    """Unless too little is left to pull. What was decided once is not expected again."""
+    made = pulls()
+    asked = request()
+    assert made.expected(asked, num_here, 0.0) == expected
+    assert (made.expected(asked, num_here, 0.0), asked.prefix_tried) == (expected, False)
+    asked.num_computed = num_here
+    prefix = made.choose(asked, 0.0)
+    assert (0 if prefix is None else BLOCK_SIZE * len(prefix.pull.block_hashes or ())) == expected
+    assert made.expected(asked, num_here, 0.0) == 0
+
+
+def test_nothing_is_expected_where_nothing_is_pulled() -> None:
+    assert pulls(when="never").expected(request(), 0, 0.0) == 0
+    assert pulls(when="always", token_s=1e-9).expected(request(), 0, 0.0) == 1584
+    assert pulls(token_s=1e-9).expected(request(), 0, 0.0) == 0
+
+
 def test_prefixes_that_are_too_short_teach_nothing() -> None:
     made = pulls()
     before = made.token_s
@@ -183,6 +214,7 @@ def test_beyond_a_number_of_pulls_a_prefix_waits_for_the_end_of_one(is_valid: bo
     made = pulls(when="always")
     under_way = [begun(made) for _ in range(64)]
     late = request()
+    assert made.expected(late, 0, 1.0) == 0
     assert made.choose(late, 1.0) is None
     assert not late.prefix_tried
     assert len(made) == 64
@@ -192,6 +224,7 @@ def test_beyond_a_number_of_pulls_a_prefix_waits_for_the_end_of_one(is_valid: bo
         made.pulled(first.pull, 1.0)
     else:
         made.gave_up(first.pull, Cause.LEASE_LOST, 1.0)
+    assert made.expected(late, 0, 1.0) > 0
     prefix = made.choose(late, 1.0)
     assert prefix is not None
     assert prefix.request is late

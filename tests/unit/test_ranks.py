@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 import rank_worker
 from checkpoints import make_checkpoint
 from needs import require
-from rank_worker import BLOCK_SIZE, PROMPT, decoded, load
+from rank_worker import BLOCK_SIZE, PATIENT, PROMPT, decoded, load
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
@@ -27,8 +30,8 @@ from common.engine.engine import Engine
 from common.engine.engine_thread import EngineThread
 from common.engine.orders import LeadingExecutor, compute_order, rows_of
 from common.engine.ragged import Rows
-from common.engine.ranks import EXIT_RANK_LOST, Ranks
-from common.engine.runner import ModelRunner
+from common.engine.ranks import EXIT_RANK_LOST, GroupPlan, Ranks
+from common.engine.runner import ModelRunner, load_runner
 
 ELSEWHERE = list(range(20, 30))
 
@@ -151,7 +154,7 @@ def test_rows_are_the_same_on_the_other_side(follows: int | None) -> None:
     assert rows.arrays.keys() == other.arrays.keys()
     for name, ours in rows.arrays.items():
         np.testing.assert_array_equal(ours, other.arrays[name], err_msg=name)
-    for name in ("follows_B", "block_size", "num_tokens", "query_lens", "seq_lens"):
+    for name in ("follows_B", "num_tokens", "query_lens", "seq_lens"):
         np.testing.assert_array_equal(getattr(rows, name), getattr(other, name), err_msg=name)
 
 
@@ -231,6 +234,48 @@ def test_a_rank_that_cannot_start_ends_the_start(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(ranks, "_start", lambda arguments: subprocess.Popen([sys.executable, "-c", "exit(7)"]))
     with pytest.raises(OperatorError, match="rank 1 has ended with code 7"):
         load(folder, 2)
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_lost_while_the_model_loads_ends_the_start_before_the_next_tensor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = threading.Event()
+    tell = Ranks._lost
+
+    def lost(self: Ranks, why: str) -> None:
+        tell(self, why)
+        known.set()
+
+    monkeypatch.setattr(Ranks, "_lost", lost)
+    monkeypatch.setattr(ranks, "_start", lambda arguments: subprocess.Popen([sys.executable, "-c", "exit(7)"]))
+    loaded: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        assert total == 21
+        loaded.append(done)
+        assert known.wait(60), "nobody has noticed that the rank has ended"
+
+    plan = GroupPlan(width=2, num_threads=1, pulse=PATIENT)
+    with pytest.raises(OperatorError, match="rank 1 has ended with code 7"):
+        load_runner(folder, kv_cache_bytes=2**20, block_size=BLOCK_SIZE, progress=progress, group=plan)
+    assert loaded in ([], [1]), "it is known at the latest after the first tensor"
+
+
+@pytest.mark.processes
+def test_only_rank_0_warns_of_what_a_model_lacks(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks have no handler that would write in the form of `--log-format`."""
+    endless = shutil.copytree(folder, tmp_path / "endless")
+    config = json.loads((endless / "config.json").read_text())
+    (endless / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        (endless / name).unlink()
+    load(endless, 2).close()
+    warning = "names no end-of-sequence token"
+    assert caplog.text.count(warning) == 1
+    assert warning not in capfd.readouterr().err
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

@@ -206,8 +206,34 @@ def test_a_sequence_has_room_where_the_batch_has_a_place_for_it(
 ) -> None:
     """Lower tiers give way. A worker would refuse the others."""
     registry.opened(D1, LIFE, welcome(Role.DECODE))
-    registry.heartbeat(D1, load(sequences=sequences, places=4, total=100), 0.0)
+    registry.heartbeat(D1, load(sequences=sequences, running=sum(sequences), places=4, total=100), 0.0)
     assert registry.workers[D1].has_room(1, tier) == room
+
+
+@pytest.mark.parametrize(
+    ("running", "num_given", "room"), [(5, 0, True), (63, 0, True), (64, 0, False), (5, 59, False)]
+)
+def test_a_sequence_whose_prompt_waits_at_a_prefill_worker_takes_no_place(
+    registry: Registry, running: int, num_given: int, room: bool
+) -> None:
+    """A decode worker counts it from its Decode on. It does not keep a running sequence from a draining worker out."""
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    registry.heartbeat(D1, load(sequences=(0, 300, 0), running=running, places=64, total=100), 0.0)
+    registry.took(D1, Given(number=1, tier=Tier.STANDARD, num_sequences=num_given))
+    assert registry.workers[D1].has_room(1, Tier.STANDARD) == room
+
+
+def test_a_sequence_has_no_room_where_the_connection_is_broken(registry: Registry) -> None:
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    registry.heartbeat(D1, load(total=100), 0.0)
+    registry.broken(D1)
+    assert not registry.workers[D1].has_room(1, Tier.STANDARD)
+    assert usable(registry) == {D1}, "it may be back in a moment"
+    registry.resynced(D1)
+    assert registry.workers[D1].has_room(1, Tier.STANDARD)
+    registry.broken(D1)
+    registry.lost(D1)
+    assert not registry.table.broken, "whoever comes next has a connection of its own"
 
 
 def test_of_several_sequences_that_end_the_heartbeat_has_counted_off_all_but_the_last(registry: Registry) -> None:

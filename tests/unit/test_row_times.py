@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from common.engine.runner import load_runner
+from common.engine.batch import Decodes, Slice
+from common.engine.runner import Submitted, load_runner
 from common.engine.timing import time_rows
 from common.scheduling.row_times import RowTimes
+from decode_worker.lookup import LEAST_CHANCE
 
 
 def times() -> RowTimes:
@@ -59,6 +62,21 @@ def test_a_process_that_was_stopped_counts_as_four_times_as_slow_once() -> None:
         learnt.observe((2, 0), (6, 0), 0.0)
     assert learnt.scale >= 0.25
     assert learnt.draft_scale >= 1 / 16, "no row is free"
+
+
+@pytest.mark.parametrize("num_plain", [1, 8, 100])
+def test_drafts_that_were_measured_to_be_free_are_corrected(num_plain: int) -> None:
+    """Whatever the batch, a drafted row is found to cost as much as every other one, or a sixth of a step."""
+    learnt = RowTimes(rows=(1, 2), seconds=(1.0, 1.0))
+    plain, drafts = (num_plain, 0), (8, 0)
+    assert 1.0 < learnt.step_s(plain, drafts) < 1.09
+    assert num_plain * learnt.least_share(plain, 8) < LEAST_CHANCE, "no draft that may be made is too dear at first"
+    for _ in range(200):
+        learnt.observe(plain, drafts, 3.0)
+    assert learnt.step_s(plain, drafts) == pytest.approx(1 + 8 * min(0.16, 1 / num_plain))
+    for _ in range(200):
+        learnt.observe(plain, drafts, 1.0)
+    assert learnt.step_s(plain, drafts) == pytest.approx(1.0, abs=0.01)
 
 
 def test_time_between_steps_is_part_of_each_and_that_before_drafts_is_told_apart() -> None:
@@ -110,8 +128,8 @@ def test_steps_are_timed_and_leave_the_cache_empty(tmp_path: Path, monkeypatch: 
     assert timed.token_s >= 0
     assert not runner.cache.blocks.any()
     slow = time_rows(runner, 12, Clock(1.0))
-    assert slow.rows == (1,), "a step that takes as long as the measurement may is the only one"
-    assert slow.step_s((3, 0)) == 3 * slow.step_s((1, 0)), "nothing else is known"
+    assert slow.rows == (1, 2), "two are timed however long a step takes: one does not tell what a row adds"
+    assert slow.step_s((3, 0)) == slow.step_s((1, 0))
     assert time_rows(runner, 12, Clock(0.05)).rows == (1, 2, 4, 8, 12), "each is run once"
     cleared = runner.cache.begin
     begun: list[int] = []
@@ -125,3 +143,19 @@ def test_steps_are_timed_and_leave_the_cache_empty(tmp_path: Path, monkeypatch: 
     assert begun == [runner.cache.num_blocks], "no row begins a block; at the end all are cleared"
     small = load_runner(folder, kv_cache_bytes=runner.layout.block_bytes, block_size=4)
     assert time_rows(small, 3).rows == (1, 2, 3), "one block is enough"
+
+
+def test_an_interrupted_step_lifts_no_larger_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is so long that it is run once."""
+    runner = load_runner(make_checkpoint("llama", tmp_path), kv_cache_bytes=2**20, block_size=4)
+    submit, took_s, now = runner.submit, {1: 0.08, 2: 0.05, 4: 0.06, 8: 0.05}, 0.0
+
+    def submitted(slices: Sequence[Slice], decodes: Decodes | None = None) -> Submitted:
+        nonlocal now
+        now += took_s[len(decodes.token_ids_D)] if decodes is not None else 0.0
+        return submit(slices, decodes)
+
+    monkeypatch.setattr(runner, "submit", submitted)
+    timed = time_rows(runner, 8, lambda: now)
+    assert timed.rows == (1, 2, 4, 8)
+    assert timed.seconds == pytest.approx((0.05,) * 4)

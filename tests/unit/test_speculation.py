@@ -115,6 +115,19 @@ def test_nothing_is_drafted_that_costs_more_than_it_brings() -> None:
     assert not speculation.would_draft(bench.scheduler.batch.running(), lambda choice: 50)
 
 
+def test_drafts_that_were_measured_to_be_free_are_made_only_as_long_as_they_pay() -> None:
+    """As where a step of two rows took no longer than one of one row, by chance."""
+    bench, speculation = speculating(RowTimes(rows=(1, 2), seconds=(1.0, 1.0)))
+    plain = [running(bench, f"plain {index}", [20 + index] * 2) for index in range(6)]
+    choice = running(bench, "repeating", REPEATING)
+    decodes = [choice, *plain]
+    drafts = speculation.plan(decodes, 100).tokens
+    assert drafts == {choice: [5, 6, 1]}
+    for _ in range(30):
+        speculation.observe(Step(decodes=decodes, drafts=drafts), 1.5)
+    assert speculation.plan(decodes, 100).tokens == {}
+
+
 @pytest.mark.parametrize(("max_tokens", "draft"), [(2, []), (3, [5]), (4, [5, 6]), (9, [5, 6, 1])])
 def test_nothing_is_drafted_beyond_the_end(max_tokens: int, draft: list[int]) -> None:
     """The last token of a sequence is sampled after the drafted ones."""
@@ -231,11 +244,11 @@ def test_that_no_step_runs_ahead_of_drafts_is_part_of_their_price(plan_s: float,
 
 def test_whoever_is_beside_drafts_gets_its_token_within_the_target() -> None:
     """Where a step has a target; those that draft get several tokens in a longer step."""
-    times = RowTimes(rows=(1, 101), seconds=(1.0, 2.0))
-    bench, _ = speculating(times, step_target_s=1.03)
+    times = RowTimes(rows=(1, 101), seconds=(1.0, 3.0))
+    bench, _ = speculating(times, step_target_s=1.065)
     one = running(bench, "repeating", REPEATING)
     assert len(bench.begin_step().drafts[one]) == 3, "it is alone"
-    bench, _ = speculating(times, step_target_s=1.03)
+    bench, _ = speculating(times, step_target_s=1.065)
     one = running(bench, "repeating", REPEATING)
     running(bench, "plain", [11, 12, 13, 14])
     assert len(bench.begin_step().drafts[one]) == 2

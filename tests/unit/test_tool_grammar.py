@@ -15,8 +15,7 @@ from tool_models import TEMPLATES, TOOLS, WEATHER, backend, follows_weather, too
 from common.runtime.grammar_limits import grammar_limits
 from gateway.intake.schemas import ChatRequest, parse
 from gateway.intake.structured_output import compile_grammar
-from gateway.intake.tool_grammar import chat_grammar
-from gateway.intake.tool_schemas import usable_tools
+from gateway.intake.tool_grammar import chat_grammar, usable_tools
 from gateway.serving.generation import Delta
 from gateway.text.answer_parts import AnswerParts
 from gateway.text.choice_text import ChoiceText

@@ -207,17 +207,16 @@ def test_each_gateway_is_told_whose_turn_it_is_and_which_are_its_own() -> None:
     feed = TrialFeed(trials, {A: one, B: two}.get, send)  # c has left
     feed.begin(one)
     feed.begin(two)
-    assert not feed.publish()
+    assert not feed.publish([one, two])
     assert told == [], "everybody's steps, as each gateway thinks"
     trials.choose([A, B, C, D], 0)
-    assert feed.publish()
+    assert feed.publish([one, two])
     assert told == [("one", 3, "a"), ("two", 3, "b")]
-    assert not feed.publish(), "as before"
+    assert not feed.publish([one, two]), "as before"
     feed.begin(three)
-    feed.end(two)
     assert told[2:] == [("three", 3, "")], "who comes is told at once"
     trials.choose([D], 1)
-    assert feed.publish()
+    assert feed.publish([one, three])
     assert told[3:] == [("one", 0, ""), ("three", 0, "")]
 
 
@@ -361,15 +360,16 @@ def prompt(name: str, num_tokens: int, level: Suspicion = Suspicion.NONE) -> Pre
     return PrefillRequest(work, decode_bench.AT.incarnation, arrived=0.0, deadline=100.0)
 
 
-def prefill_scheduler(num_blocks: int = 64, **sizes: int) -> PrefillScheduler:
+def prefill_scheduler(num_blocks: int = 64, chunk_size: int = 8, token_budget: int = 8) -> PrefillScheduler:
     return PrefillScheduler(
         BlockPool(num_blocks),
         block_size=4,
+        chunk_size=chunk_size,
+        token_budget=token_budget,
         max_waiting=1000,
         ageing_s=30.0,
         ttft_target_s=lambda tier: 1.0,
         costs=Costs(prefill_s_per_token=0.0),
-        **{"chunk_size": 8, "token_budget": 8, **sizes},
     )
 
 

@@ -104,7 +104,8 @@ class Heartbeat(Message):
     running: Count
     """Sequences in the engine: the running batch, and prompts that are being computed."""
     waiting: Count
-    """Requests accepted but not yet running (queued, pulling)."""
+    """Requests that wait: at a prefill worker for their turn, at a decode worker for room. Sequences that wait for a
+    place in a decode worker's batch count, too."""
     blocks_used: Count
     """Blocks in use; from a decode worker, the peak that it forecasts."""
     blocks_total: Count

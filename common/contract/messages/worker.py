@@ -174,7 +174,8 @@ class PromptTimes:
     prefill_s: Seconds
     """From the first chunk to the sending of the first tokens."""
     num_cached: Count = 0
-    """Number of leading tokens whose KV came from a prefix cache: this worker's own, or another worker's by a pull."""
+    """Number of tokens whose KV was not computed for this prompt: this worker's prefix cache had it, or got it in
+    time, or it was pulled from another worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Kernels in C for CPUs, compiled once for each machine and kept in the user's cache.
 
-Compiling needs a C compiler (`cc`), and takes some seconds. If there is no compiler, or it fails, or there are no
-kernels for the model's head dimension, the engine computes with torch alone and logs a warning.
+Compiling needs a C compiler (`cc`, or the command in `CC`), and takes some seconds. If there is no compiler, or it
+fails, or there are no kernels for the model's head dimension, the engine computes with torch alone and logs a warning.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -483,7 +484,7 @@ def kernels() -> Kernels | None:
     """The kernels, compiled if need be. Returns None, and logs a warning, if that fails."""
     try:
         return _load()
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         detail = error.stderr[-500:] if isinstance(error, subprocess.CalledProcessError) else error
         log.warning("no C kernels, which GCC 12 or later compiles, so that the CPU computes more slowly: %s", detail)
         return None
@@ -492,12 +493,14 @@ def kernels() -> Kernels | None:
 def _load() -> Kernels:
     """Load the library from the cache, or compile it into the cache. Without a cache, it is compiled for this process
     alone, and no file is left."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    name, *options = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    compiler = shutil.which(name)
     if compiler is None:
-        raise OSError("there is no C compiler (cc)")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
+        raise OSError(f"there is no C compiler ({name})")
+    command = [compiler, *options, "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout  # noqa: S603
     sources = [each.read_bytes() for each in _SOURCES]
-    flags = (*_FLAGS, *_instructions())
+    flags = (*options, *_FLAGS, *_instructions())
     identity = hashlib.sha256(b"\0".join((*sources, " ".join(flags).encode(), version.encode(), _cpu())))
     cache = _cache_folder()
     library = cache / f"kernels-{identity.hexdigest()[:32]}.so" if cache is not None else None

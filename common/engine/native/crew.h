@@ -83,8 +83,9 @@ static void *help(void *index) {
     for (unsigned seen = 0;;) {
         await_job(seen);
         seen = atomic_load(&crew.number);
+        if ((long)index >= atomic_load(&crew.helpers)) continue; /* nobody waits for a helper that is not wanted */
         atomic_fetch_add(&crew.inside, 1); /* from here on the job does not change until this helper has left */
-        if ((long)index < atomic_load(&crew.helpers)) take_units();
+        take_units();
         atomic_fetch_sub(&crew.inside, 1);
     }
     return NULL;

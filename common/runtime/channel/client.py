@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
@@ -110,9 +111,12 @@ class ControlClient:
         *,
         endpoint: str | None = None,
         resolver: Resolver | None = None,
+        on_broken: Callable[[ControlClient], None] = lambda _: None,
     ) -> None:
         """If `address` has a name, either the caller has resolved it, and `endpoint` is the result, or `resolver` looks
-        it up whenever there is no connection, since another host may have got the name."""
+        it up whenever there is no connection, since another host may have got the name. `on_broken` is called when the
+        connection of an open session breaks; the handler's `on_resync` or `on_lost` follows, unless the link is
+        closed."""
         self.address = address
         self.state = LinkState.GREETING
         self.worker: Incarnation | None = None
@@ -133,6 +137,7 @@ class ControlClient:
         self._disconnected = False
         """Whether the connection has broken and no Welcome has come since. No queued message is sent until then,
         because another worker may answer."""
+        self._tell_broken = on_broken
         self._breaks = 0
         """Number of times that the connection has broken."""
         self._unheard: tuple[int, float] | None = None
@@ -224,12 +229,8 @@ class ControlClient:
             self._breaks += 1
             self._hello_wait_s = _HELLO_RETRY_S / 2
             self._greets.set()
-            after_reconnect_time(self._pulse, partial(self._judge_connection, self._breaks))
-
-    @property
-    def broken(self) -> bool:
-        """Whether the connection has broken and it is not known yet whether the worker has crashed."""
-        return self._disconnected
+            self._tell_broken(self)
+            after_reconnect_time(partial(self._judge_connection, self._breaks))
 
     def _judge_connection(self, breaks: int) -> None:
         if self._disconnected and self.state is LinkState.OPEN and breaks == self._breaks:

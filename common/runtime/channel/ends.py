@@ -31,6 +31,12 @@ MAX_SOCKETS = 2**15
 """Most sockets of a context. A link takes three; by ZeroMQ's default, 1,023, the 342nd failed."""
 _STALL_SHARE = 0.25
 """Share of the timeout: a timer that fires later than this shows that the event loop was blocked."""
+_NUM_LOOKS = 4
+"""Timers into which `RECONNECT_S` is divided, so that a stall shows wherever it begins and ends."""
+_MAX_LOOKS = 12
+"""Most such timers for one broken connection, so that an event loop whose every turn is long comes to an end, too."""
+_LATE_S = 0.1
+"""Such a timer that fires later than this shows that the event loop was blocked. An ordinary turn is much shorter."""
 
 
 @dataclass(slots=True)
@@ -139,25 +145,29 @@ async def sleep(seconds: float, pulse: Pulse, until: asyncio.Event | None = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await until.wait()
-    return _stall_s(loop.time() - due, pulse)
-
-
-def after_reconnect_time(pulse: Pulse, judge: Callable[[], None]) -> None:
-    """Call `judge` after `RECONNECT_S`; if the event loop was blocked meanwhile, wait for `RECONNECT_S` once more."""
-    loop = asyncio.get_running_loop()
-    due = loop.time() + RECONNECT_S
-
-    def look() -> None:
-        if _stall_s(loop.time() - due, pulse):
-            after_reconnect_time(pulse, judge)
-        else:
-            judge()
-
-    loop.call_at(due, look)
-
-
-def _stall_s(late_s: float, pulse: Pulse) -> float:
+    late_s = loop.time() - due
     return late_s if late_s > _STALL_SHARE * pulse.timeout_s else 0.0
+
+
+def after_reconnect_time(judge: Callable[[], None]) -> None:
+    """Call `judge` after `RECONNECT_S`; if the event loop was blocked meanwhile, the time begins anew.
+
+    A stall of more than `_LATE_S` + `RECONNECT_S` / `_NUM_LOOKS` always shows. The last of `_MAX_LOOKS` timers calls
+    `judge` in any case.
+    """
+    loop = asyncio.get_running_loop()
+    interval_s = RECONNECT_S / _NUM_LOOKS
+
+    def look(due: float, num_in_time: int, num_left: int) -> None:
+        if loop.time() - due > _LATE_S:  # an answer may lie unread
+            due, num_in_time = loop.time(), 0
+        if num_in_time == _NUM_LOOKS or not num_left:
+            judge()
+            return
+        due += interval_s
+        loop.call_at(due, look, due, num_in_time + 1, num_left - 1)
+
+    look(loop.time(), 0, _MAX_LOOKS)
 
 
 def result(sent: Awaitable[object]) -> None:

@@ -307,7 +307,7 @@ class ControlServer:
                         self._flush_soon(peer)
                     return
                 session.broken = True
-                after_reconnect_time(self._pulse, partial(self._judge_connection, peer, session))
+                after_reconnect_time(partial(self._judge_connection, peer, session))
         if outbox.overfull:
             self._lose(peer, f"{len(outbox)} messages unread")
 

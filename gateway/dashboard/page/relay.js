@@ -164,7 +164,7 @@ class WorkerCard {
     this.track = make('div', 'track');
     this.track.setAttribute('aria-hidden', 'true');
     this.loads = make('dl', 'loads');
-    this.kv = this.addLoad('KV');
+    this.kv = this.addLoad(role === 'decode' ? 'KV expected' : 'KV');
     this.kvBar = make('span', 'bar');
     this.kvFill = make('span', 'fill');
     this.kvBar.append(this.kvFill);

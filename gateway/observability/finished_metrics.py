@@ -1,4 +1,4 @@
-"""Histograms of where the time of finished requests went."""
+"""Histograms of finished requests: where their time went, and how large they were."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter
 
 from common.runtime.counting import PlainHistogram
+from gateway.intake.request_intake import Job
 from gateway.serving.waterfall import Stage, Waterfall
 
 _STAGE_BUCKETS_S: Final = (
@@ -20,21 +21,30 @@ REQUEST_BUCKETS_S: Final = (
 )  # fmt: skip
 _BYTES_BUCKETS: Final = tuple(float(4**exponent) for exponent in range(6, 18))
 """4 KiB to 16 GiB."""
+_TOKEN_BUCKETS: Final = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
+_CHOICE_BUCKETS: Final = (1, 2, 5, 10, 20)
 
 
-class StageMetrics:
-    """Stage histograms. Each request is observed once, with the stages of the choice that ended last."""
+class FinishedMetrics:
+    """Histograms of one gateway's finished requests. The time of a request is observed once, with the stages of the
+    choice that ended last; the sizes are observed for each of its prompts."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def phase(name: str, text: str) -> PlainHistogram:
+        def named(name: str, text: str, buckets: tuple[float, ...]) -> PlainHistogram:
             always = {"model_name": model_name}
-            full_name = f"vllm:request_{name}_time_seconds"
-            return PlainHistogram(full_name, text, REQUEST_BUCKETS_S, always=always, registry=registry)
+            return PlainHistogram(f"vllm:request_{name}", text, buckets, always=always, registry=registry)
 
-        self._queue = phase("queue", "Waiting of the prompt at the worker that computes it.")
-        self._prefill = phase("prefill", "Computing the prompt.")
-        self._decode = phase("decode", "First token to last token.")
-        self._inference = phase("inference", "Prefill and decode.")
+        waiting = "Waiting of the prompt at the worker that computes it."
+        self._queue = named("queue_time_seconds", waiting, REQUEST_BUCKETS_S)
+        self._prefill = named("prefill_time_seconds", "Computing the prompt.", REQUEST_BUCKETS_S)
+        self._decode = named("decode_time_seconds", "First token to last token.", REQUEST_BUCKETS_S)
+        self._inference = named("inference_time_seconds", "Prefill and decode.", REQUEST_BUCKETS_S)
+        self._prompt = named("prompt_tokens", "Tokens of a prompt.", _TOKEN_BUCKETS)
+        self._generated = named("generation_tokens", "Tokens generated for a choice.", _TOKEN_BUCKETS)
+        longest = "Tokens of a prompt's longest choice."
+        self._most_generated = named("max_num_generation_tokens", longest, _TOKEN_BUCKETS)
+        self._n = named("params_n", "Choices asked for.", _CHOICE_BUCKETS)
+        self._max_tokens = named("params_max_tokens", "Most tokens that each choice may have.", _TOKEN_BUCKETS)
         stages = PlainHistogram(
             "baton_gateway_stage_seconds",
             "Time of requests by what it was spent on; the stages of a request add up to its latency.",
@@ -56,7 +66,7 @@ class StageMetrics:
             "baton_gateway_timings_cut", "Requests whose workers claimed more time than there was.", registry=registry
         )
 
-    def observe(self, waterfall: Waterfall, spent: Mapping[Stage, int]) -> None:
+    def times(self, waterfall: Waterfall, spent: Mapping[Stage, int]) -> None:
         """Record a finished request's account of time; `spent` are the nanoseconds of each of its stages."""
         for stage, duration in spent.items():
             self._stages[stage].observe(duration / 1e9)
@@ -72,3 +82,18 @@ class StageMetrics:
             self._hidden_pull.observe(sum(each.hidden_read_s for each in pulls))
         if waterfall.excess_ns:
             self._excesses.inc()
+
+    def sizes(self, job: Job, num_tokens: Mapping[int, int]) -> None:
+        """Record a finished request's sizes. `num_tokens` maps each choice to its number of generated tokens."""
+        if job.generates_nothing:
+            return
+        first = 0
+        for generation in job.generations:
+            lengths = [num_tokens.get(first + choice, 0) for choice in range(generation.num_choices)]
+            first += generation.num_choices
+            self._prompt.observe(len(generation.token_ids))
+            self._most_generated.observe(max(lengths))
+            self._n.observe(generation.num_choices)
+            self._max_tokens.observe(generation.sampling.max_tokens)
+            for length in lengths:
+                self._generated.observe(length)
