@@ -29,14 +29,15 @@ PICTURES: dict[str, dict[str, Any]] = {
     "dashboard-dark": {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark"},
     "dashboard-phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light", "has_touch": True},
 }
-REQUESTS_PER_S = 1.3
-MAX_AT_ONCE = 10
+CLIENTS, PAUSE_S = 10, 0.5
+"""How many send requests, and how long each waits between them on average: busy on slow and fast machines."""
 HOLD_A_BUSY_MOMENT = """() => {
   const runs = [...document.querySelectorAll('.baton')].flatMap((baton) => baton.getAnimations());
   const shares = runs.map((run) => run.effect.getComputedTiming().progress ?? 0);
   if (!shares.some((share) => share > 0.3 && share < 0.7)) return false;
-  if (document.querySelectorAll('#prefill-workers .runner').length < 1) return false;
-  if (document.querySelectorAll('#decode-workers .runner').length < 4) return false;
+  const seen = (place) => [...document.querySelectorAll(`${place} .runner`)]
+    .filter((runner) => runner.getBoundingClientRect().width > 1 && getComputedStyle(runner).opacity > 0.5);
+  if (seen('#prefill-workers').length < 1 || seen('#decode-workers').length < 3) return false;
   for (const run of document.getAnimations()) if (run.playState === 'running') run.pause();
   return true;
 }"""
@@ -55,7 +56,6 @@ def stack(url: str | None) -> Iterator[str]:
 
 async def load(url: str, draw: random.Random) -> None:
     """Send requests of random lengths at random times, until cancelled."""
-    at_once = asyncio.Semaphore(MAX_AT_ONCE)
     async with aiohttp.ClientSession(url) as session:
 
         async def ask() -> None:
@@ -69,13 +69,17 @@ async def load(url: str, draw: random.Random) -> None:
                 "ignore_eos": True,
                 "service_tier": draw.choice(("interactive", "standard")),
             }
-            async with at_once, session.post("/v1/chat/completions", json=body) as response:
+            async with session.post("/v1/chat/completions", json=body) as response:
                 await response.read()
 
-        async with asyncio.TaskGroup() as tasks:
+        async def client() -> None:
             while True:
-                tasks.create_task(ask())
-                await asyncio.sleep(draw.expovariate(REQUESTS_PER_S))
+                await ask()
+                await asyncio.sleep(draw.expovariate(1 / PAUSE_S))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(CLIENTS):
+                tasks.create_task(client())
 
 
 async def take(page: Page, url: str, path: Path) -> None:
