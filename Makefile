@@ -39,7 +39,8 @@ test: $(STAMP)
 	@$(BIN)/python tests/needs.py
 
 chaos: $(STAMP)
-	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -m "not gpu" --ignore tests/chaos/test_soak.py tests/chaos
+	SOAK_REQUESTS=500 SOAK_RECORD=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos/test_soak.py
 
 # Workers of one, two and four ranks, at every pair of widths.
 widths: $(STAMP)
