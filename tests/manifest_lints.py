@@ -276,7 +276,7 @@ def budgets_let_pods_go(objects: list[Object]) -> Iterator[str]:
 
 
 def _share(of: int | str, replicas: int) -> int:
-    """What a budget's number or percentage comes to; it is rounded up."""
+    """What a number or percentage of a budget or a rollout comes to; it is rounded up."""
     return math.ceil(int(of[:-1]) * replicas / 100) if isinstance(of, str) else of
 
 
@@ -343,26 +343,40 @@ def _amount(quantity: str) -> float:
     return float(found[1]) * (factor if unit else 1)
 
 
+def _number(objects: list[Object], container: Object, name: str) -> int:
+    """The value of a setting: the one that a container is given, or its role's default."""
+    given = environment(objects, container).get(f"{ENV_PREFIX}{name.upper()}")
+    return int(given or ROLES[container["args"][0]].model_fields[name].default or 0)
+
+
 def gateways_hold_what_they_let_in(objects: list[Object]) -> Iterator[str]:
     """A gateway's memory holds as many waiting prompts of a whole context as it lets in."""
     for each, _, container in containers(objects):
         if container.get("args", ("",))[0] != "gateway":
             continue
-        variables = environment(objects, container)
-
-        def setting(name: str, variables: Mapping[str, str | None] = variables) -> int:
-            given = variables.get(f"{ENV_PREFIX}{name.upper()}")
-            return int(given or ROLES["gateway"].model_fields[name].default or 0)
-
-        model = variables.get("BATON_MODEL") or ""
-        context = setting("max_model_len") or _CONTEXTS.get(model, 0)
+        model = environment(objects, container).get("BATON_MODEL") or ""
+        context = _number(objects, container, "max_model_len") or _CONTEXTS.get(model, 0)
         if not context:
             yield f"{named(each)}: nobody knows the context of {model!r}, and so not what its requests take"
-        waiting = setting("max_in_flight") * context * _BYTES_OF_A_WAITING_TOKEN
-        needed = _IDLE_BYTES + 256 * 2**20 + 120 * setting("prefix_index_names") + waiting
+        waiting = _number(objects, container, "max_in_flight") * context * _BYTES_OF_A_WAITING_TOKEN
+        needed = _IDLE_BYTES + 256 * 2**20 + 120 * _number(objects, container, "prefix_index_names") + waiting
         limit = str(container.get("resources", {}).get("limits", {}).get("memory", "0"))
         if _QUANTITY.fullmatch(limit) is not None and _amount(limit) < needed:
             yield f"{named(each)}: its memory does not hold {needed / 2**30:.1f} GiB of requests that it lets in"
+
+
+def workers_take_what_gateways_let_in(objects: list[Object]) -> Iterator[str]:
+    """A worker refuses none of the requests, of one prompt each, that all gateways of a rollout together let in."""
+    let_in = 0
+    for each, _, container in containers(objects):
+        if container.get("args", ("",))[0] == "gateway":
+            replicas = each["spec"].get("replicas", 1)
+            surge = each["spec"].get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", "25%")
+            let_in += (replicas + _share(surge, replicas)) * _number(objects, container, "max_in_flight")
+    for each, _, container in containers(objects):
+        is_worker = container.get("args", ("",))[0] in {"prefill", "decode"}
+        if is_worker and _number(objects, container, "max_waiting") < let_in:
+            yield f"{named(each)}: it refuses some of the {let_in} requests that gateways let in"
 
 
 def quantities_are_some(objects: list[Object]) -> Iterator[str]:
@@ -450,6 +464,7 @@ LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     scalers_fit,
     monitors_reach,
     gateways_hold_what_they_let_in,
+    workers_take_what_gateways_let_in,
     quantities_are_some,
     threads_fit,
     pods_may_do_little,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,13 @@ def build(folder: Path) -> list[Object]:
     return [each for each in yaml.safe_load_all(done.stdout) if each]
 
 
-def example(tmp_path: Path, text: str) -> list[Object]:
+def example(tmp_path: Path, text: str, name: str = "chat") -> list[Object]:
     """What an overlay builds that lies beside a checkout `baton`, as the page has it."""
-    (tmp_path / "baton").symlink_to(ROOT)
-    (tmp_path / "chat").mkdir()
-    (tmp_path / "chat" / "kustomization.yaml").write_text(text)
-    return build(tmp_path / "chat")
+    if not (tmp_path / "baton").exists():
+        (tmp_path / "baton").symlink_to(ROOT)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "kustomization.yaml").write_text(text)
+    return build(tmp_path / name)
 
 
 @cache
@@ -88,6 +90,23 @@ def test_every_query_of_the_example_asks_for_its_namespace(tmp_path: Path) -> No
 
 @pytest.mark.processes
 @needs_kubectl
+def test_two_deployments_have_each_rule_once(tmp_path: Path) -> None:
+    """Rules with the same name would overwrite each other's series, as Prometheus takes those of all namespaces."""
+    text = between("example overlay")
+    objects = example(tmp_path, text) + example(tmp_path, text.replace("chat", "bulk"), "bulk")
+    objects += example(tmp_path, between("rules overlay"), "rules")
+    assert {each["metadata"].get("namespace") for each in objects} == {"chat", "bulk", "monitoring"}
+    groups = [group for each in of(objects, "PrometheusRule") for group in each["spec"]["groups"]]
+    names = Counter(rule.get("record") or rule["alert"] for group in groups for rule in group["rules"])
+    assert {"baton:prefill_workers:wanted", "BatonSlowFirstTokens"} <= names.keys()
+    assert [name for name, num in names.items() if num > 1] == []
+    assert len([each for each in of(objects, "ConfigMap") if "baton.json" in each["data"]]) == 1
+    selected = {each["metadata"]["labels"]["release"] for each in of(objects, "PodMonitor", "PrometheusRule")}
+    assert selected == {"kube-prometheus-stack"}
+
+
+@pytest.mark.processes
+@needs_kubectl
 def test_the_example_overlay_builds_with_the_other_autoscaler(tmp_path: Path) -> None:
     text = between("example overlay")
     text = re.sub(r"components/(latency-)?keda", r"components/\1hpa", text)
@@ -97,8 +116,8 @@ def test_the_example_overlay_builds_with_the_other_autoscaler(tmp_path: Path) ->
     assert not list(of(objects, "ScaledObject"))
 
 
-def test_the_example_overlay_has_every_component_but_those_of_the_other_autoscaler() -> None:
-    used = set(re.findall(r"components/([\w-]+)", between("example overlay")))
+def test_the_example_overlays_have_every_component_but_those_of_the_other_autoscaler() -> None:
+    used = set(re.findall(r"components/([\w-]+)", between("example overlay") + between("rules overlay")))
     assert used | {"hpa", "latency-hpa"} == {path.name for path in COMPONENTS.iterdir() if path.is_dir()}
 
 
@@ -122,7 +141,48 @@ def test_the_secrets_that_the_page_makes_are_those_that_the_pods_mount(tmp_path:
 def test_what_the_page_applies_is_there() -> None:
     applied = re.findall(r"kubectl (?:apply|diff) -k ([\w/-]+)", PAGE)
     assert applied
-    assert [each for each in applied if each != "chat" and not (ROOT / each / "kustomization.yaml").is_file()] == []
+    there = [each for each in applied if each not in {"chat", "rules"}]
+    assert [each for each in there if not (ROOT / each / "kustomization.yaml").is_file()] == []
+
+
+@pytest.mark.processes
+@needs_kubectl
+def test_the_first_request_is_handed_over() -> None:
+    """The page looks for it in `baton_gateway_handoffs_total`, and its prompt is short."""
+    assert "| grep ^baton_gateway_handoffs_total" in PAGE
+    objects = overlay("cpu-dev")
+    [gateway] = [each for _, _, each in containers(objects) if each["args"] == ["gateway"]]
+    assert environment(objects, gateway)["BATON_LOCAL_PREFILL_TOKENS"] == "0"
+
+
+def gpus(objects: list[Object]) -> list[tuple[Object, int]]:
+    """What makes pods with GPUs, and how many GPUs a pod has."""
+    made = [(each, container["resources"]["limits"]) for each, _, container in containers(objects)]
+    return [(each, int(limits["nvidia.com/gpu"])) for each, limits in made if "nvidia.com/gpu" in limits]
+
+
+@pytest.mark.processes
+@needs_kubectl
+@pytest.mark.parametrize("name", ["gpu", "gpu-ranks"])
+def test_the_gpus_that_an_overlay_needs_are_in_its_row(name: str) -> None:
+    pools = [(each["spec"]["replicas"], num) for each, num in gpus(overlay(name))]
+    needed, further = (sum(replicas * num for replicas, num in pools), sum(num for replicas, num in pools if replicas))
+    row = re.search(rf"^\| `{name}` \|.*$", PAGE, re.MULTILINE)
+    assert row is not None
+    assert f"| {needed} GPUs, {needed + further} in a rollout, in nodes with" in row[0]
+
+
+@pytest.mark.processes
+@needs_kubectl
+def test_the_gpus_that_the_example_overlay_may_have_are_those_of_the_page(tmp_path: Path) -> None:
+    objects = example(tmp_path, between("example overlay"))
+    num = {each["metadata"]["name"]: num for each, num in gpus(objects)}
+    scaled = [each["spec"] for each in of(objects, "ScaledObject")]
+    least, most = (
+        sum(spec[bound] * num[spec["scaleTargetRef"]["name"]] for spec in scaled)
+        for bound in ("minReplicaCount", "maxReplicaCount")
+    )
+    assert re.search(rf" {least} GPUs at least \([^)]*\), {most} at most\s", PAGE)
 
 
 def test_commands_on_workers_reach_all_of_a_pool_and_leave_their_settings() -> None:

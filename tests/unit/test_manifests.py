@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -23,6 +24,7 @@ from manifest_lints import Object, faults, of
 from needs import needs
 
 K8S = Path(__file__).parents[2] / "k8s"
+PAGE = (K8S.parent / "docs" / "kubernetes.md").read_text()
 VERSIONS = ("1.37", "1.36", "1.35")
 """The newest of which there are schemas."""
 BASES = ("base", *sorted(f"overlays/{path.name}" for path in (K8S / "overlays").iterdir()))
@@ -102,6 +104,22 @@ def test_every_object_is_what_kubernetes_takes_and_fits_together(build: Build) -
         for version in VERSIONS:
             _validate(version, json.dumps(each))
     assert faults(objects) == []
+
+
+def test_the_documentation_names_the_versions_of_kubernetes() -> None:
+    assert f"schemas of Kubernetes {VERSIONS[-1]} to {VERSIONS[0]}." in PAGE
+
+
+def test_the_documentation_deletes_and_looks_for_what_the_rules_are() -> None:
+    """Their names are those that they had in the component `monitoring`."""
+    deployment = built("base")
+    rules = [each for each in built("base", "rules") if each not in deployment]
+    [deleted] = re.findall(r"^kubectl -n chat delete (.*)$", PAGE, re.MULTILINE)
+    assert set(deleted.split()) == {f"{each['kind'].lower()}/{each['metadata']['name']}" for each in rules}
+    labelled = [each for each in rules if each["metadata"]["labels"].get("app.kubernetes.io/name") == "baton"]
+    found = sorted(each["metadata"]["name"] for each in of(labelled, "PrometheusRule"))
+    command = "kubectl get prometheusrule -A -l app.kubernetes.io/name=baton"
+    assert re.search(rf"^{command} +# two: {', '.join(found)}$", PAGE, re.MULTILINE)
 
 
 def test_the_base_names_no_namespace() -> None:
@@ -286,6 +304,14 @@ BROKEN = (
     ("gateway container resources limits memory = 4Gi", "its memory does not hold 4.4 GiB of requests"),
     ("gateway container env BATON_MODEL = unknown", "nobody knows the context of 'unknown'"),
     ("gateway container env BATON_MAX_MODEL_LEN = 65536", "its memory does not hold 8.2 GiB of requests"),
+    (
+        "decode container env BATON_MAX_WAITING = 6143",
+        "Deployment/baton-decode: it refuses some of the 6144 requests that gateways let in",
+    ),
+    (
+        "Deployment/baton-gateway spec replicas = 4",
+        "Deployment/baton-prefill: it refuses some of the 10240 requests that gateways let in",
+    ),
     ("decode securityContext runAsNonRoot = false", "it may run as root"),
     ("decode securityContext seccompProfile", "Deployment/baton-decode: it has no seccomp profile"),
     ("decode container securityContext capabilities = {}", "it keeps rights"),
@@ -330,7 +356,7 @@ def test_a_worker_on_a_cpu_has_threads_for_the_cores_that_its_pod_requests(threa
 
 
 def test_a_custom_resource_with_a_field_that_does_not_exist_is_not_taken() -> None:
-    for component, kind in (("monitoring", "PodMonitor"), ("monitoring", "PrometheusRule"), ("keda", "ScaledObject")):
+    for component, kind in (("monitoring", "PodMonitor"), ("rules", "PrometheusRule"), ("keda", "ScaledObject")):
         each = next(each for each in built("base", component) if each["kind"] == kind)
         custom_resources.validate(each)
         each["spec"]["intervall"] = "15s"
