@@ -58,7 +58,7 @@ PROMPTS: Final = clipped(WORKLOADS["azure-conv"][0], 16384)
 WANTED: Final = "baton:prefill_workers:wanted"
 
 
-def rules(component: Path = K8S / "components" / "monitoring") -> dict[str, Any]:
+def rules(component: Path = K8S / "components" / "rules") -> dict[str, Any]:
     """The recording rules, as Prometheus reads them."""
     objects = yaml.safe_load_all((component / "scaling-rules.yaml").read_text())
     spec: dict[str, Any] = next(each["spec"] for each in objects if each["kind"] == "PrometheusRule")

@@ -140,7 +140,7 @@ AT_A_GLANCE: tuple[tuple[str, str | Callable[[Figures], str], str | Callable[[Fi
     ),
     (
         "reserve",
-        "share of requests preempted (at most) and of blocks in use, with 5 % of the cache reserved (simulated time)",
+        "simulated, with `--memory-reserve` 0.05: requests preempted, at most; KV blocks in use",
         reserve,
     ),
     (

@@ -215,7 +215,7 @@ def source_of(width: int, block_bytes: int) -> Iterator[tuple[Incarnation, bytes
 
 def pulls_of(pairs: Sequence[tuple[int, int]], block_bytes: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each pair of widths but the first, to which the others are compared."""
-    os.environ.setdefault("UCX_TLS", "self,sm,tcp")
+    os.environ.setdefault("UCX_TLS", "^ib")
     taken: dict[tuple[int, int], list[float]] = {pair: [] for pair in pairs}
     with ExitStack() as stack:
         widths = sorted({source for source, _ in pairs})

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.contract.errors import OperatorError
-from common.contract.messages.session import Profile
 from common.runtime.checkpoint import resolve_model, vocabulary
-from common.runtime.config import DecodeSettings
 from common.runtime.daemon_threads import DaemonThreads
-from common.runtime.worker_host import Worker, WorkerHost, run_worker
+from common.runtime.lifecycle import restart_with
+from common.runtime.malloc import with_large_pages
 
 if TYPE_CHECKING:
     from common.engine.engine import DraftCheckpoint
+    from common.runtime.config import DecodeSettings
+    from common.runtime.worker_host import Worker, WorkerHost
 
 
 async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) -> Worker:
@@ -42,6 +44,7 @@ async def make_worker(settings: DecodeSettings, host: WorkerHost, folder: Path) 
 
 def _timed_rows(settings: DecodeSettings) -> int:
     """The largest step of decodes of which it must be known what it takes; 0 if of none."""
+    from common.contract.messages.session import Profile
     from decode_worker.speculation import most_drafted
 
     if settings.drafts_by != "off":
@@ -69,6 +72,11 @@ async def _draft_model(settings: DecodeSettings, folder: Path) -> DraftCheckpoin
 
 def main() -> None:
     """Entry point."""
+    restart_with(with_large_pages(os.environ))
+    # Imported here: a program that starts again imports again what it had imported before.
+    from common.runtime.config import DecodeSettings
+    from common.runtime.worker_host import run_worker
+
     run_worker(DecodeSettings, "baton decode", make_worker)
 
 

@@ -144,7 +144,7 @@ class Admission:
         end_step = max(self._expected_ends[choice] - num_tokens, step + 1)
         self._expected_ends.discard(choice)
         self._expected_ends.put(end_step, (choice,))
-        self._forecast.hurry(choice.key, num_tokens, end_step)
+        self._forecast.move(choice.key, end_step, num_tokens)
 
     def paused(self, choice: DecodeChoice, step: int, num_private: int) -> None:
         """A running sequence waits for a place again, and does not grow."""
@@ -162,7 +162,7 @@ class Admission:
             choice.quantile = (choice.quantile + _GOLDEN) % 1.0
             # Less than a block's worth of steps would not change the forecast.
             end_step = step + max(self.num_left(choice), self._policy.block_size)
-            self._forecast.postpone(choice.key, end_step)
+            self._forecast.move(choice.key, end_step)
             self._expected_ends.put(end_step, (choice,))
 
     def steps_left(self, work: Decode, num_tokens: int, quantile: float) -> int:

@@ -15,7 +15,6 @@ from decode_worker.migration import Arrivals, Departures
 from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, RequestEvent, RequestState
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.view import DecodeTotals
-from kv_transfer.pulls import Pulls
 
 MAX_UNACKNOWLEDGED = 4096
 """Most finished requests whose tokens are kept until the gateway acknowledges them."""
@@ -27,7 +26,6 @@ class Book:
 
     _agenda: Agenda
     _scheduler: DecodeScheduler
-    _pulls: Pulls
     _arrivals: Arrivals
     _departures: Departures
     _masks: MaskAsks[DecodeRequest | DecodeChoice]
@@ -92,7 +90,7 @@ class Book:
             self.drop(request, wanted=wanted)
             request.enter(RequestEvent.END)
             if request.pull is not None:
-                self._pulls.abandon(request.pull, None, why)
+                self._front.pulls.abandon(request.pull, None, why)
 
     def drop(self, request: DecodeRequest, *, wanted: bool = False) -> None:
         """Remove the request from all tables. The blocks of its pull are released, or kept in quarantine, by the

@@ -204,7 +204,6 @@ class DecodeColumns:
             special={index: next_sample(members.choices[index], positions[index]) for index in members.special},
         )
         decodes = Decodes(
-            sequences=members.sequences,
             token_ids_D=np.fromiter(map(_last, texts), np.int64, num),
             positions_D=num_tokens_D - 1,
             num_blocks_D=num_blocks_D,
@@ -311,7 +310,6 @@ def _with_drafts(
         elif index in decodes.samples.special:
             special[row] = decodes.samples.special[index]
     return Decodes(
-        sequences=[members.sequences[index] for index in of_row.tolist()],
         token_ids_D=token_ids,
         positions_D=decodes.positions_D[of_row] + place,
         num_blocks_D=decodes.num_blocks_D[of_row],

@@ -19,7 +19,6 @@ Pure state: `handle` takes an event and returns actions (`common.worker`).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +29,6 @@ from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Resend
 from common.contract.messages.handoff import Attach, AttachSequence
 from common.contract.messages.session import Role
-from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.grammar import GaveUp, GrammarState
@@ -57,31 +55,16 @@ from decode_worker.answers import Answers
 from decode_worker.book import Book
 from decode_worker.draft_model import DraftModel
 from decode_worker.entrance import AT_ENTRANCE
-from decode_worker.migration import Arrivals, Departures, known, pull_of
+from decode_worker.migration import Arrivals, Departures, fits, pull_of
 from decode_worker.policy import Policy
-from decode_worker.request import (
-    ChoiceStage,
-    DecodeChoice,
-    DecodeRequest,
-    RequestEvent,
-    RequestState,
-)
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, RequestEvent, RequestState
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculation import Speculation
 from decode_worker.step import Step
 from decode_worker.steps import DecodeSteps
-from kv_transfer.events import (
-    Consequence,
-    LeaseDropped,
-    Pulled,
-    PullFailed,
-    PullOffered,
-    Unpinned,
-)
+from kv_transfer.events import Consequence, LeaseDropped, Pulled, PullFailed, PullOffered, Unpinned
 from kv_transfer.pull import Pull, PullState
 from kv_transfer.regions import Region
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +95,7 @@ class DecodeCore:
         speculation = None
         if settings.drafts_by != "off":
             assert engine.row_times is not None, "steps were not timed"
-            model = _draft_model(policy, engine)
+            model = None if engine.drafter is None else DraftModel.of(policy, engine.drafter)
             speculation = Speculation(policy, engine.row_times, model, looks_up=settings.drafts_by != "draft")
         self.scheduler = DecodeScheduler(self.pool, policy, engine.costs, speculation, engine.row_times)
         self.front: Front[DecodeRequest] = Front(
@@ -121,16 +104,13 @@ class DecodeCore:
         self.pulls, self.lender = self.front.pulls, self.front.lender
         vocab_size = engine.runner.config.vocab_size
         self.arrivals = Arrivals(self.scheduler, self.pool, self.pulls, self._agenda.emit, policy, vocab_size)
-        self.departures = Departures(
-            self.scheduler, self.pool, self.lender, self._agenda.send, self.front.checksum, self.block_size
-        )
+        self.departures = Departures(self.scheduler, self.pool, self.lender, self._agenda.send, self.block_size)
         self.totals = view.DecodeTotals()
         self.answers = Answers(self._agenda, self.departures)
         self._masks: MaskAsks[DecodeRequest | DecodeChoice] = MaskAsks(self._agenda)
         self.book = Book(
             self._agenda,
             self.scheduler,
-            self.pulls,
             self.arrivals,
             self.departures,
             self._masks,
@@ -301,7 +281,7 @@ class DecodeCore:
         elif pull is not None:
             request.enter(RequestEvent.ATTACH)
             vocab_size = self.engine.runner.config.vocab_size
-            self.pulls.begin(pull, lambda tokens: _fits(tokens, work, vocab_size))
+            self.pulls.begin(pull, lambda tokens: fits(tokens, work, vocab_size))
         elif work.sampling.grammar is not None:
             request.enter(RequestEvent.MASK)
             self.scheduler.entrance.look_up(request)  # heartbeats tell how much of the prompt is not cached
@@ -458,20 +438,3 @@ class DecodeCore:
             assert masked == (request.state is RequestState.MASKING) or request.pull is not None, request.story
             attaching = request.pull is not None and request.pull.state is PullState.ATTACHING
             assert attaching or request.state is not RequestState.ATTACHING, request.story
-
-
-def _fits(tokens: Sequence[Tokens], work: Decode, vocab_size: int) -> bool:
-    """Whether `tokens` has one token for each choice of `work`, at the right position."""
-    return tuple(first.choice for first in tokens) == work.choices and all(
-        known(first, vocab_size)
-        and (first.position, len(first.token_ids)) == (len(work.token_ids), 1)
-        and (first.logprobs is None) == (work.sampling.logprobs is None)
-        for first in tokens
-    )
-
-
-def _draft_model(policy: Policy, engine: Engine) -> DraftModel | None:
-    if engine.drafter is None:
-        return None
-    runner = engine.drafter.runner
-    return DraftModel(policy, engine.drafter.row_times, runner.cache.num_blocks, runner.config.max_sequence_tokens)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from common.scheduling.row_times import RowTimes
 from decode_worker.draft_cache import DraftCache, DraftTable
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice
+
+if TYPE_CHECKING:
+    from common.engine.drafter import Drafter
 
 MOST_BEHIND = 16
 """Most tokens that are computed in the first pass of a draft. Of a sequence with more, all are computed before."""
@@ -92,6 +95,12 @@ class DraftModel:
         """How often drafted tokens were right lately, over all sequences."""
         self.num_caught_up = 0
         """Tokens of sequences that were computed in chunks."""
+
+    @classmethod
+    def of(cls, policy: Policy, drafter: Drafter) -> DraftModel:
+        """What is known of the draft model of an engine before it has drafted anything."""
+        runner = drafter.runner
+        return cls(policy, drafter.row_times, runner.cache.num_blocks, runner.config.max_sequence_tokens)
 
     def proposers(self, decodes: Iterable[DecodeChoice], others: Collection[DecodeChoice] = ()) -> list[Proposer]:
         """The sequences of which it can draft at once; and those of `others`, as if it could. Sequences that have

@@ -86,14 +86,10 @@ class Forecast(Generic[K]):
         self.remove(key)
         self.hold(key, num_steps=num_steps, num_private=num_private)
 
-    def hurry(self, key: K, num_tokens: int, end_step: int) -> None:
-        """A growing sequence has grown by `num_tokens` more than one in a step, and is expected to end at `end_step`
-        therefore."""
-        self._insert(key, end_step, self._take(key) + num_tokens / self._block_size)
-
-    def postpone(self, key: K, end_step: int) -> None:
-        """Move the expected end of a growing sequence to `end_step`."""
-        self._insert(key, end_step, self._take(key))
+    def move(self, key: K, end_step: int, num_more: int = 0) -> None:
+        """Move the expected end of a growing sequence to `end_step`. It has grown by `num_more` tokens more than one in
+        a step."""
+        self._insert(key, end_step, self._take(key) + num_more / self._block_size)
 
     def remove(self, key: K) -> None:
         """Remove a sequence. Does nothing if it is unknown."""

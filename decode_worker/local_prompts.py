@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Final
 
+from common.contract.tiers import Tier
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue
 from common.scheduling.costs import Costs
 from common.scheduling.lazy_heap import LazyHeap
@@ -15,13 +16,17 @@ from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
 _SHARE: Final = 0.8
-"""Part of the target between tokens that a step may take while prompts wait. Steps vary, so the rest is left."""
+"""Part of a target that a step may take while prompts wait: of the target between tokens, or of that of first tokens if
+nobody decodes. Steps vary, so the rest is left."""
 _LATE_STEPS: Final = 7
 """Where prompts are late, a step may take so many times as long as one of a single decode, whatever the target between
 tokens. With less, prompts come so slowly that few sequences decode together, and reading the weights for these few is
 most of the work."""
 _LEAST_TOKENS: Final = 16
 """Fewest tokens of prompts in a step, if any wait: with fewer, its fixed costs outweigh them."""
+_LEAST_ALONE: Final = 128
+"""Fewest tokens to which measured costs shorten a step without decodes. With so many, prompts of up to 2,048 tokens
+take 1.03 to 1.11 times the least time on a CPU; with fewer, longer (decision 35)."""
 
 
 class LocalPrompts:
@@ -30,6 +35,8 @@ class LocalPrompts:
     def __init__(self, policy: Policy, costs: Costs) -> None:
         self._policy = policy
         self._costs = costs
+        self._alone_s = _SHARE * min(map(policy.ttft_target_s, Tier))
+        """Longest expected duration of a step without decodes. Whoever arrives meanwhile waits for its end."""
         self.of_requests: dict[DecodeRequest, LocalPrompt] = {}
         """Requests whose prompt is being computed here."""
         self.of_sequences: dict[DecodeChoice, LocalPrompt] = {}
@@ -75,6 +82,9 @@ class LocalPrompts:
         would else be late, after those before it, a step has all that this share allows. Where that does not suffice it
         has what does, at most the whole target; or `_LATE_STEPS` times what a step of one decode takes, but not in a
         worker for latency, and not for prompts of a lower tier than a sequence that decodes.
+
+        A step without decodes takes at most `_SHARE` of the shortest target of first tokens, but has at least
+        `_LEAST_ALONE` tokens.
         """
         chunks, costs, token_s = self._chunks, self._costs, self._costs.prefill_s_per_token
         if not most or not len(chunks):
@@ -88,7 +98,7 @@ class LocalPrompts:
             share, whole = self._tokens_of(_SHARE * target_s, most), self._tokens_of(target_s, most)
             beside_s, enough = costs.decode_s, costs.decode_s / token_s if token_s else most
         else:
-            share = whole = most
+            most = share = whole = costs.tokens_within(self._alone_s, _LEAST_ALONE, most)
             beside_s, enough = costs.step_s, costs.enough_tokens
         first = chunks.num_up_to_end(max(_LEAST_TOKENS, enough), most, now)
         first = min(max(_LEAST_TOKENS, first), share)

@@ -74,7 +74,6 @@ class Departures:
     _pool: BlockPool
     _lender: Lender
     _send: Callable[[Incarnation, Message], None]
-    _checksum: Callable[[Sequence[int]], Sequence[int]] | None
     _block_size: int
     _wanted: dict[DecodeChoice, AttachSequence] = field(init=False, default_factory=dict)
     """Sequences that are cut when the step in flight has ended."""
@@ -149,9 +148,7 @@ class Departures:
             self._cut[message.key] = choice
             self._tell_cut(choice)
             self._lender.open(message.key, blocks, request.deadline)
-            self._lender.blocks_ready(
-                message.request, len(blocks), self._checksum(blocks) if self._checksum is not None else ()
-            )
+            self._lender.blocks_ready(message.request, len(blocks))
             self._lender.complete(message.request, [choice.tokens(message.position)])
 
     def unpinned(self, key: RequestKey, block_ids: Sequence[int]) -> DecodeChoice | None:
@@ -362,6 +359,16 @@ def pull_of(work: Decode) -> Pull:
 def known(tokens: Tokens, vocab_size: int) -> bool:
     """Whether a source has told of tokens of the model only: the engine cannot compute others."""
     return all(token < vocab_size for token in tokens.token_ids)
+
+
+def fits(tokens: Sequence[Tokens], work: Decode, vocab_size: int) -> bool:
+    """Whether `tokens` are first tokens for `work`: one for each of its choices, at the right position."""
+    return tuple(first.choice for first in tokens) == work.choices and all(
+        known(first, vocab_size)
+        and (first.position, len(first.token_ids)) == (len(work.token_ids), 1)
+        and (first.logprobs is None) == (work.sampling.logprobs is None)
+        for first in tokens
+    )
 
 
 def goes_on(tokens: Sequence[Tokens], work: Decode, policy: Policy, vocab_size: int, num_blocks: int | None) -> bool:

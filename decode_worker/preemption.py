@@ -82,7 +82,7 @@ class Preemption:
     def preempt(self, victim: Holder, step: Step, now: float) -> int:
         """Take the victim's blocks; returns how many are free when this step has ended."""
         if isinstance(victim, DecodeRequest):
-            return self._revoke(victim, step)
+            return self._revoke(victim)
         if isinstance(victim, LocalPrompt):
             if victim.choice is None:
                 return self._send_back(victim)
@@ -118,12 +118,13 @@ class Preemption:
         self.num_recomputed += 1
         return num_freed
 
-    def _revoke(self, request: DecodeRequest, step: Step) -> int:
+    def _revoke(self, request: DecodeRequest) -> int:
         """A request whose pull has reserved blocks, and read nothing, waits again. Returns the number of freed
         blocks."""
+        assert request.pull is not None, request.work
         num_freed = self._pool.num_private(self._entrance.reserved[request]) + len(request.fork_blocks)
         self._pool.release(self._entrance.forget(request))
-        step.revoked.append(request)
+        request.pull.revoke()
         self._entrance.want_again(request)
         self.num_revoked += 1
         return num_freed

@@ -48,7 +48,6 @@ class RunningBatch:
         them."""
         self.masked: set[DecodeChoice] = set()
         """Running sequences with a grammar: each token decides which ones may follow."""
-        self._stepped_aside: list[DecodeChoice] = []
         self._ahead: Collection[DecodeChoice] = ()
         """Sequences whose next token is computed by the step before this one."""
         self.ending: set[DecodeChoice] = set()
@@ -102,9 +101,11 @@ class RunningBatch:
         self._ready.add(choice, seniority(choice))
         self._ready_since.add(choice, now)
 
-    def next_step(self, now: float, ahead: Collection[DecodeChoice] = ()) -> list[DecodeChoice]:
-        """Begin the next step and fill the batch; returns the sequences that have joined. Sequences in `ahead` have one
-        more token than is known yet.
+    def next_step(
+        self, now: float, ahead: Collection[DecodeChoice] = ()
+    ) -> tuple[list[DecodeChoice], list[DecodeChoice]]:
+        """Begin the next step and fill the batch; returns the sequences that have joined, and those that were sent back
+        to wait, in favour of a higher tier. Sequences in `ahead` have one more token than is known yet.
 
         Senior sequences join first, and take the places of sequences of lower tiers. A sequence that has waited beyond
         the ageing time joins before them, as long as at most one place in `AGED_SHARE` was given so.
@@ -112,20 +113,21 @@ class RunningBatch:
         self.step += 1
         self._ahead = ahead
         self.ending = self._find_ending()
-        joined = []
+        joined: list[DecodeChoice] = []
+        aside: list[DecodeChoice] = []
         while (choice := self._ready.first()) is not None:
             oldest = aged(self._ready_since, now - self._ageing_s)
             if oldest is not None and len(self._aged) < max(1, self._bound.num // AGED_SHARE):
-                if len(self._running) < self._bound.num or self._make_place(choice, now):
+                if len(self._running) < self._bound.num or self._make_place(choice, aside, now):
                     self._aged.add(oldest)
                     choice = oldest
                 else:
                     break
-            elif len(self._running) >= self._bound.num and not self._make_place(choice, now):
+            elif len(self._running) >= self._bound.num and not self._make_place(choice, aside, now):
                 break
             self._join(choice, now)
             joined.append(choice)
-        return joined
+        return joined, aside
 
     def _join(self, choice: DecodeChoice, now: float) -> None:
         self._ready.discard(choice)
@@ -138,11 +140,6 @@ class RunningBatch:
         self._ends.put(self.step + max(1, self._num_left(choice)), (choice,))
         if choice.sequence.sampling.grammar is not None:
             self.masked.add(choice)
-
-    def left(self) -> list[DecodeChoice]:
-        """Sequences that `next_step` has sent back to wait, in favour of a higher tier."""
-        aside, self._stepped_aside = self._stepped_aside, []
-        return aside
 
     def due(self) -> list[DecodeChoice]:
         """Running sequences that need another block to take part in this step. Each must then be `fed` or `sit_out`."""
@@ -239,8 +236,9 @@ class RunningBatch:
     def _newest_ready(self) -> DecodeChoice | None:
         return max(self._ready, key=seniority, default=None)
 
-    def _make_place(self, choice: DecodeChoice, now: float) -> bool:
-        """Send a running sequence of a lower tier back to wait, with its blocks. Returns whether there was one."""
+    def _make_place(self, choice: DecodeChoice, aside: list[DecodeChoice], now: float) -> bool:
+        """Send a running sequence of a lower tier back to wait, with its blocks, and add it to `aside`. Returns whether
+        there was one."""
         newest = self._junior_to(choice)
         if newest is None:
             return False
@@ -248,7 +246,7 @@ class RunningBatch:
         newest.paused(now)
         newest.enter(StageEvent.STEP_ASIDE)
         self._wait(newest, now)
-        self._stepped_aside.append(newest)
+        aside.append(newest)
         return True
 
     def _junior_to(self, choice: DecodeChoice) -> DecodeChoice | None:

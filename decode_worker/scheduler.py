@@ -168,7 +168,8 @@ class DecodeScheduler:
         self.swap.next_step()
         if self._policy.prefill_priority and len(self.prompts):
             prompts_only = self.trials.permitted(self.prompts, _key_of, now)
-            step.chunks = self.prompts.plan(self._policy.token_budget, now, prompts_only)
+            most = self.prompts.budget((), self._policy.token_budget, now)  # whoever decodes waits, however long it is
+            step.chunks = self.prompts.plan(most, now, prompts_only)
             return step
         ahead: frozenset[DecodeChoice] = frozenset() if before is None else frozenset(before.decodes)
         if not self.bound.fixed:

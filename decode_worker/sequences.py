@@ -114,11 +114,11 @@ class Sequences:
     def next_step(self, now: float, ahead: Collection[DecodeChoice]) -> list[DecodeChoice]:
         """Begin a step: fill the batch, and give a new expected end to sequences that have outlived theirs. Returns the
         sequences that have joined."""
-        joined = self._batch.next_step(now, ahead)
+        joined, aside = self._batch.next_step(now, ahead)
         for choice in joined:
             self._flow(choice, _OUTPUT_CHARGE)
             self._admission.joined(choice, self._batch.step)
-        for choice in self._batch.left():
+        for choice in aside:
             self._flow(choice, -_OUTPUT_CHARGE)
             num_private = self._pool.num_private(choice.sequence.block_table)
             self._admission.paused(choice, self._batch.step, num_private)

@@ -9,7 +9,7 @@ from common.engine.prompt import prompt_slice
 from common.scheduling.chunked_prefill import Chunk
 from decode_worker.columns import Decoding, next_sample
 from decode_worker.draft_model import DraftWork
-from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
+from decode_worker.request import DecodeChoice, LocalPrompt
 
 
 @dataclass(slots=True)
@@ -30,8 +30,6 @@ class Step:
     """(block, slot of host memory)."""
     swap_ins: list[tuple[int, int]] = field(default_factory=list)
     """(slot of host memory, block)."""
-    revoked: list[DecodeRequest] = field(default_factory=list)
-    """Requests that wait again: the blocks reserved for their pulls, of which none was read yet, are taken back."""
     decoding: Decoding | None = None
     """`decodes` and `drafts` as columns; None if nothing is decoded."""
 

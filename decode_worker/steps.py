@@ -59,9 +59,6 @@ class DecodeSteps:
         number = self._pool.step_started()
         # Its drafts would only be dropped with a sequence that is about to move.
         step = self._scheduler.schedule(self._agenda.now, before, may_draft=not self._departures.awaited)
-        for request in step.revoked:
-            assert request.pull is not None, request.work
-            request.pull.revoke()
         if step.empty:
             self._pool.step_finished(number)
             if before is None:

@@ -7,8 +7,8 @@ import hashlib
 import logging
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ from common.runtime.resolver import Resolver
 from gateway.access.api_keys import Keyring
 from gateway.access.connections import ConnectionBounds, Listener, allow_connections
 from gateway.access.hosts import called_by
+from gateway.access.ports import BoundPort
 from gateway.api import create_app, create_runner
 from gateway.api_settings import ApiSettings, Limits, SamplingDefaults, version
 from gateway.dashboard.admin_link import AdminLink
@@ -96,28 +97,15 @@ def _system_fingerprint(folder: Path) -> str:
 
 def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:
     """Load the API keys and the certificate. Raises `OperatorError`."""
-
-    def counted(file: str) -> Callable[[bool], None]:
-        return lambda good: metrics.reloaded(file, good)
-
     keyring = tls = None
     if settings.api_keys is not None:
-        keyring = Keyring(Path(settings.api_keys), reloaded=counted("api_keys"))
+        keyring = Keyring(Path(settings.api_keys), reloaded=partial(metrics.reloaded, "api_keys"))
         for key in keyring.keys:
             if key.tenant_from_header and settings.tenant_header is None:
                 log.warning("API key %s: tenant_from_header has no effect without --tenant-header", key.name)
     if settings.tls_cert is not None and settings.tls_key is not None:
-        tls = ServerTls(Path(settings.tls_cert), Path(settings.tls_key), reloaded=counted("tls"))
+        tls = ServerTls(Path(settings.tls_cert), Path(settings.tls_key), reloaded=partial(metrics.reloaded, "tls"))
     return keyring, tls
-
-
-async def _listen(listener: Listener, what: str, host: str, port: int, scheme: str = "http") -> str:
-    """Bind the listener, and return its URL. Raises `OperatorError`."""
-    try:
-        await listener.bind(host, port)
-    except OSError as error:
-        raise OperatorError(f"cannot bind {what}{host}:{port}: {error.strerror or error}") from error
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.port}"
 
 
 def open_tracing(settings: GatewaySettings, metrics: GatewayMetrics) -> Tracing | None:
@@ -168,7 +156,6 @@ def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
         monotonic,
         settings.pulse,
         local_prefill_tokens=settings.local_prefill_tokens,
-        routing=settings.routing,
         targets=settings.targets,
         max_prefix_names=settings.prefix_index_names,
         ttft_limits=ttft_limits_of(settings),
@@ -199,8 +186,13 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
 
 
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) -> None:
-    """Bind, connect, and serve until `stop`. Raises `OperatorError`, and whatever ends the links or the discovery: open
-    requests then end with an error at once."""
+    """Bind, load, connect, and serve until `stop`. Raises `OperatorError`, and whatever ends the links or the
+    discovery: open requests then end with an error at once."""
+    async with AsyncExitStack() as stack:
+        await _serve(settings, folder, stop, stack)
+
+
+async def _serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, stack: AsyncExitStack) -> None:
     # The signal asks other servers to read their files again: this one does so anyway.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     announcer = Announcer(settings.announce_fd)
@@ -213,6 +205,10 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
     if settings.dashboard == "on":
         dashboard = Dashboard(dispatcher, api_settings, metrics)
     keyring, tls = _secrets(settings, metrics)
+    port = await BoundPort.open(stack, settings.host, settings.port)
+    admin_port = None
+    if settings.admin_port is not None:
+        admin_port = await BoundPort.open(stack, settings.admin_host, settings.admin_port, "the admin port ")
     with collector_paused():
         tokenizer = ModelTokenizer.load(folder)
     app = create_app(
@@ -232,13 +228,13 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
     allow_connections(settings.max_connections)
     listener = Listener(runner, bounds_of(settings), metrics, None if tls is None else tls.context)
     admin_listener = Listener(admin, _ADMIN_BOUNDS)
-    stack, working = AsyncExitStack(), list[asyncio.Task[None]]()
+    working = list[asyncio.Task[None]]()
     try:
-        url = await _listen(listener, "", settings.host, settings.port, "http" if tls is None else "https")
+        url = port.listen(listener, "http" if tls is None else "https")
         log.info("HTTP on %s", url)
         admin_url = None
-        if settings.admin_port is not None:
-            admin_url = await _listen(admin_listener, "the admin port ", settings.admin_host, settings.admin_port)
+        if admin_port is not None:
+            admin_url = admin_port.listen(admin_listener)
             log.info("admin on %s", admin_url)
             if dashboard is not None:
                 dashboard.admin = AdminLink(settings.admin_host, admin_listener.port)
@@ -270,7 +266,6 @@ async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) ->
         for task in working:
             task.cancel()
         await asyncio.gather(*working, return_exceptions=True)
-        await stack.aclose()
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def create_app(
     ending = Ending()
     guard = Guard(settings, metrics, Callers(keyring, settings.tenant_header, metrics, clock), ending, clock)
     api = _Api(generator, tokenizer, settings, metrics, clock, traces, ending, guard)
-    app = web.Application(middlewares=[name_requests, guard.middleware], client_max_size=settings.limits.max_body_bytes)
+    app = web.Application(middlewares=[name_requests, guard.middleware])
     app[ENDING] = ending
     app.on_response_prepare.extend([echo_name, guard.add_headers, announce_close])
     app.add_routes([web.route(each.method, each.path, getattr(api, each.handler)) for each in ROUTES])

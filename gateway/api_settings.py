@@ -43,8 +43,6 @@ class Limits:
     body_grace_s: float = 10.0
     """Seconds without a rate limit on a body; after them it must have an average rate of `min_body_bytes_per_s`."""
     min_body_bytes_per_s: int = 1024
-    retry_after_s: int = 1
-    """Default of `Retry-After` in 429 and 503, in seconds."""
 
     @property
     def max_body_values(self) -> int:

@@ -302,6 +302,6 @@ class _Schemas:
 
     def _error(self, status: int, held: Answers) -> dict[str, Any]:
         error = {"description": _ERRORS[status], "content": self._content(held)}
-        if held.get(JSON) is answers.ErrorAnswer and "Retry-After" in ApiError(status, "").response(1).headers:
+        if held.get(JSON) is answers.ErrorAnswer and "Retry-After" in ApiError(status, "").response().headers:
             error["headers"] = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
         return error

@@ -49,8 +49,8 @@ class Bandwidths:
     def _look_for_fallback(self, source: Incarnation, route: ReadRoute) -> None:
         if self._device == "cuda" and route.same_host and route.way is not Way.CUDA_IPC:
             text = (
-                "%s is on this host, but blocks come from its GPU by %s and not by cuda_ipc: do the two workers see "
-                "each other's GPUs, and share IPC and PID namespaces?"
+                "%s is on this host, but blocks come from its GPU by %s and not by cuda_ipc: are both workers in one "
+                "PID and IPC namespace, and do their containers have both GPUs? (CUDA_VISIBLE_DEVICES may differ)"
             )
             log.warning(text, source, route)
         if not route.falls_back(self._device):

@@ -18,7 +18,7 @@ Pure state: events and a time in, actions out.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from common.contract.errors import Cause
@@ -40,9 +40,12 @@ LeaseAction = Send | Unpinned | Released | LeaseDropped
 class LeaseTable:
     """Every lease of one worker, at most one per request."""
 
-    def __init__(self, *, unattached_ttl_s: float, checksums: bool = False) -> None:
+    def __init__(
+        self, *, unattached_ttl_s: float, checksum: Callable[[Sequence[int]], Sequence[int]] | None = None
+    ) -> None:
+        """`checksum` returns the CRC-32 of each block; None if offers have no checksums."""
         self._unattached_ttl_s = unattached_ttl_s
-        self._checksums = checksums
+        self._checksum = checksum
         self._leases: dict[RequestId, Lease] = {}
         self.parked = ParkedAttaches(unattached_ttl_s)
         """Attaches that wait for their Prefill."""
@@ -112,24 +115,15 @@ class LeaseTable:
         return [*actions, *self._bind(lease, parked.key.attempt, parked.sink)]
 
     def lend(
-        self,
-        key: RequestKey,
-        block_ids: Sequence[int],
-        sink: Incarnation,
-        deadline: float,
-        now: float,
-        checksums: Sequence[int] = (),
+        self, key: RequestKey, block_ids: Sequence[int], sink: Incarnation, deadline: float, now: float
     ) -> list[LeaseAction]:
         """Pin cached blocks for `sink`, under the name of a request that has no lease, and offer all of them."""
         assert block_ids, "a prefix of no blocks"
         lease = self._pin(key, block_ids, deadline, now)
         lease.lent, lease.sink = True, sink
-        lease.num_ready, lease.first_tokens = len(lease.block_ids), ()
-        lease.enter(LeaseEvent.READY, f"ready {lease.num_ready}")
+        self._ready(lease, len(lease.block_ids))
+        lease.first_tokens = ()
         lease.enter(LeaseEvent.COMPLETE, f"lent to {sink}")
-        if lease.checksums is not None:
-            lease.checksums.extend(checksums)
-            assert len(lease.checksums) == lease.num_ready, "one checksum for each block"
         self._readers.add((key, sink))
         self.parked.unpark(key, sink)
         parked = self.parked.take(key.request)
@@ -140,17 +134,13 @@ class LeaseTable:
         self, request: RequestId, num_ready: int, checksums: Sequence[int] = (), *, now: float
     ) -> list[LeaseAction]:
         """The step that wrote blocks up to `num_ready` is complete. `checksums` are those of the blocks that became
-        ready."""
+        ready; without them they are computed, if offers have any."""
         lease = self._leases[request]
         start = lease.num_ready
         assert start <= num_ready <= len(lease.block_ids), lease.story
         if num_ready == start:
             return []
-        lease.num_ready = num_ready
-        lease.enter(LeaseEvent.READY, f"ready {num_ready}")
-        if lease.checksums is not None:
-            lease.checksums.extend(checksums)
-            assert len(lease.checksums) == num_ready, "one checksum for each ready block"
+        self._ready(lease, num_ready, checksums)
         if lease.sink is None:
             lease.unattached_since = now
             return []
@@ -329,10 +319,18 @@ class LeaseTable:
             block_ids=tuple(block_ids),
             deadline=deadline,
             unattached_since=now,
-            checksums=[] if self._checksums else None,
+            checksums=None if self._checksum is None else [],
             story=[f"open {len(block_ids)} blocks"],
         )
         return lease
+
+    def _ready(self, lease: Lease, num_ready: int, checksums: Sequence[int] = ()) -> None:
+        """Blocks up to `num_ready` can be read."""
+        new, lease.num_ready = lease.block_ids[lease.num_ready : num_ready], num_ready
+        lease.enter(LeaseEvent.READY, f"ready {num_ready}")
+        if self._checksum is not None and lease.checksums is not None:
+            lease.checksums.extend(checksums or self._checksum(new))
+            assert len(lease.checksums) == num_ready, "one checksum for each ready block"
 
     def _bind(self, lease: Lease, attempt: int, sink: Incarnation) -> list[LeaseAction]:
         actions: list[LeaseAction] = []

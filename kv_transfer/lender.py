@@ -64,8 +64,7 @@ class Lender:
         self._clock = clock
         self._block_bytes = block_bytes
         self._find_prefix = find_prefix
-        self._checksum = checksum
-        self._leases = LeaseTable(unattached_ttl_s=unattached_ttl_s, checksums=checksum is not None)
+        self._leases = LeaseTable(unattached_ttl_s=unattached_ttl_s, checksum=checksum)
         self._serving = False
         self._num_prefixes_lent = 0
 
@@ -124,11 +123,10 @@ class Lender:
             self._emit(Send(sink, refusal))
             return
         assert len(block_ids) <= len(message.block_hashes), "more blocks than were asked for"
-        checksums = () if self._checksum is None else self._checksum(block_ids)
         self._num_prefixes_lent += 1
         num_blocks = self._leases.num_lent_blocks + len(block_ids)
         deadline = now + LENT_TTL_S + num_blocks * self._block_bytes / SLOWEST_READ_BYTES_PER_S
-        self._do(self._leases.lend(message.key, block_ids, sink, deadline, now, checksums))
+        self._do(self._leases.lend(message.key, block_ids, sink, deadline, now))
 
     # --- offers of the worker ------------------------------------------------------------------------------------
 
@@ -154,7 +152,7 @@ class Lender:
 
     def blocks_ready(self, request: RequestId, num_ready: int, checksums: Sequence[int] = ()) -> None:
         """The step that wrote blocks up to `num_ready` is complete. `checksums` are those of the blocks that became
-        ready."""
+        ready; without them they are computed, if the deployment has any."""
         self._do(self._leases.blocks_ready(request, num_ready, checksums, now=self._clock()))
 
     def complete(self, request: RequestId, first_tokens: Sequence[Tokens], times: PromptTimes | None = None) -> None:

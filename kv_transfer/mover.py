@@ -338,7 +338,7 @@ class _MoverThread:
 
     def _start_read(self, command: StartRead) -> None:
         started_s = time.monotonic()
-        read = Read(command.source, len(command.sink_blocks))
+        read = Read(command.source)
         self._open[command.read_id] = (read, started_s, command)
         if command.source in self._refused_sources:
             read.fail(self._refused_sources[command.source])
@@ -363,7 +363,7 @@ class _MoverThread:
                     self._on_ended(ReadEnded(read_id, error, mismatch=bool(mismatch)), None)
                     continue
                 route = self._transport.route(read.source)
-                arrived = _Arrived(read.source, read.num_blocks, now_s - started_s, route)
+                arrived = _Arrived(read.source, len(command.sink_blocks), now_s - started_s, route)
                 self._on_ended(ReadEnded(read_id, None), arrived)
 
     def _mismatch(self, command: StartRead) -> str:

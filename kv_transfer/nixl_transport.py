@@ -171,7 +171,7 @@ class NixlTransport:
         if theirs is None:
             raise TransferError(f"unknown source {source}")
         require_pairs(theirs.num_blocks, source_blocks, self._region.num_blocks, sink_blocks)
-        read = Read(source, len(sink_blocks))
+        read = Read(source)
         if not self._waiting and (source in self._links or self._make_room()):  # nobody overtakes those that wait
             self._post(read, source_blocks, sink_blocks)
         else:

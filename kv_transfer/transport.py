@@ -46,11 +46,10 @@ class ReadState(StrEnum):
 class Read:
     """A read of blocks from one source. The mover's thread changes its state; nobody else does."""
 
-    __slots__ = ("error", "num_blocks", "source", "state", "waiting")
+    __slots__ = ("error", "source", "state", "waiting")
 
-    def __init__(self, source: Incarnation, num_blocks: int) -> None:
+    def __init__(self, source: Incarnation) -> None:
         self.source = source
-        self.num_blocks = num_blocks
         self.state = ReadState.PENDING
         self.waiting = False
         """Whether nothing has begun, because it waits for reads from other sources."""

@@ -1,7 +1,7 @@
 """Transport of blocks over plain ZMQ, for machines without NIXL and for tests. Host memory only.
 
 A read is cut into pieces of at most `PIECE_BYTES`. The sink asks for each piece, and at most `MAX_PIECES_ASKED` are on
-their way from one source. This bounds the memory of both sides, and the source keeps no state. A thread answers peers.
+their way from one source. This bounds the memory of both sides, and the source keeps no state (`zmq_source`).
 Only `poll` copies arrived pieces into the sink's blocks, so closing the socket is a complete fence. A connection is
 never repaired: its loss (closed, refused, or 1.5 s without an answer to a heartbeat) fails every read that uses it.
 """
@@ -9,19 +9,13 @@ never repaired: its loss (closed, refused, or 1.5 s without an answer to a heart
 from __future__ import annotations
 
 import contextlib
-import errno
-import hmac
 import logging
-import secrets
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
 
 import msgpack
 import zmq
-from pydantic import ConfigDict, Field, TypeAdapter
 from zmq.utils.monitor import recv_monitor_message
 
 from common.contract.errors import TransferError
@@ -32,22 +26,21 @@ from common.runtime.peer_networks import EVERYWHERE, PeerNetworks
 from kv_transfer.regions import Region
 from kv_transfer.routes import ReadRoute, Way
 from kv_transfer.transport import Read, ReadState, pack_metadata, require_pairs, unpack, unpack_metadata
+from kv_transfer.zmq_source import (
+    ANSWER_HEADER,
+    MAX_BLOCKS_PER_PIECE,
+    MAX_HEADER_BYTES,
+    MAX_PIECES_ASKED,
+    METADATA,
+    Metadata,
+    ZmqServer,
+)
 
 PIECE_BYTES = 2**19
 """Most bytes of blocks in one message. A connection on which no message is complete for a second counts as lost, so
 this is also the least that must arrive in a second."""
-MAX_PIECE_BYTES = 2**20
-"""Most bytes that a source answers with at once."""
-MAX_BLOCKS_PER_PIECE = 4096
-MAX_PIECES_ASKED = 16
-"""Most pieces on their way from one source to one sink."""
-MAX_ANSWERS_QUEUED = 4 * MAX_PIECES_ASKED
-"""Most answers queued for one sink, as ZeroMQ counts them; further ones are dropped. ZeroMQ subtracts answers that have
-left in batches of half this number. So the count stays below that half plus `MAX_PIECES_ASKED`."""
 MAX_PIECES_PER_POLL = 32
 """Most pieces copied from one source in one `poll`; this takes about 3 ms."""
-MAX_HEADER_BYTES = 2**16
-"""Most bytes of a request, and of the header of an answer."""
 HEARTBEAT_INTERVAL_MS = 500
 HEARTBEAT_TIMEOUT_MS = 1000
 CONNECT_TIMEOUT_MS = 2000
@@ -64,53 +57,6 @@ _LOST = (
 """Events after which a connection is of no more use, because it is never repaired."""
 
 _logger = logging.getLogger(__name__)
-
-_Count = Annotated[int, Field(strict=True, ge=0, le=2**62)]
-_Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Metadata:
-    """What a source tells its sinks."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    incarnation: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
-    # An address, not a name: a name that does not resolve would never connect, and ZMQ would not say so.
-    endpoint: Annotated[
-        str, Field(strict=True, max_length=64, pattern=r"^tcp://([0-9]{1,3}(\.[0-9]{1,3}){3}):[0-9]{1,5}$")
-    ]
-    token: Annotated[bytes, Field(strict=True, min_length=16, max_length=64)]
-    num_blocks: _Size
-    block_bytes: _Size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """The request for bytes `[start, start + length)` of each of these blocks."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    token: Annotated[bytes, Field(strict=True, max_length=64)]
-    number: _Count
-    block_ids: Annotated[list[_Count], Field(min_length=1, max_length=MAX_BLOCKS_PER_PIECE)]
-    start: _Count
-    length: _Size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AnswerHeader:
-    """The header before the bytes of a piece. If the request is refused, it stands alone and says why."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    number: _Count
-    refused: Annotated[str, Field(strict=True, max_length=1024)]
-
-
-_METADATA = TypeAdapter(_Metadata)
-_REQUEST = TypeAdapter(_Request)
-_ANSWER_HEADER = TypeAdapter(_AnswerHeader)
 
 
 class ZmqTransport:
@@ -139,9 +85,9 @@ class ZmqTransport:
         self._incarnation = incarnation
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._sources: dict[Incarnation, _Metadata] = {}
+        self._sources: dict[Incarnation, Metadata] = {}
         self._links: dict[Incarnation, _Link] = {}
-        self._server = _Server(self._context, region, host, keys)
+        self._server = ZmqServer(self._context, region, host, keys)
 
     @property
     def num_refused(self) -> int:
@@ -168,7 +114,7 @@ class ZmqTransport:
         """Connect to `source`; see `Transport.add_source`."""
         if source in self._sources:
             return
-        theirs = unpack_metadata(_METADATA, metadata)
+        theirs = unpack_metadata(METADATA, metadata)
         if theirs.incarnation != source:
             raise TransferError(f"transport metadata of {theirs.incarnation}, not of {source}")
         if theirs.block_bytes != self._region.block_bytes:
@@ -190,7 +136,7 @@ class ZmqTransport:
         self._poll_link(source)  # it may have broken while nothing was read
         if source not in self._links:
             self._links[source] = self._link(theirs)
-        read = Read(source, len(sink_blocks))
+        read = Read(source)
         self._links[source].start(read, source_blocks, sink_blocks)
         return read
 
@@ -220,7 +166,7 @@ class ZmqTransport:
         self._context.term()  # wakes the server, and returns when it has closed its socket
         self._server.join()
 
-    def _link(self, theirs: _Metadata) -> _Link:
+    def _link(self, theirs: Metadata) -> _Link:
         """A connection to a source. Raises `TransferError` if there can be none, as without a file descriptor."""
         try:
             return _Link(self._context, self._region, theirs, self._keys)
@@ -258,7 +204,7 @@ class _Link:
     """A connection to one source, and the reads that use it. Answers come in the order of the requests."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], region: Region, theirs: _Metadata, keys: CurveKeys | None
+        self, context: zmq.Context[zmq.Socket[bytes]], region: Region, theirs: Metadata, keys: CurveKeys | None
     ) -> None:
         self._region = region
         self._token = theirs.token
@@ -354,7 +300,7 @@ class _Link:
     def _take(self, frames: list[memoryview]) -> str | None:
         header, *body = frames
         try:
-            answer = unpack(_ANSWER_HEADER, header, "answer", MAX_HEADER_BYTES)
+            answer = unpack(ANSWER_HEADER, header, "answer", MAX_HEADER_BYTES)
         except TransferError as error:
             return str(error)
         if not self._asked or self._asked[0][0] != answer.number:
@@ -378,86 +324,6 @@ class _Link:
         if self._missing_bytes[piece.read] == 0:
             del self._missing_bytes[piece.read]
             piece.read.finish()
-
-
-class _Server:
-    """The thread that answers sinks. It sleeps in `recv` until a sink asks."""
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], region: Region, host: str, keys: CurveKeys | None = None
-    ) -> None:
-        self.token = secrets.token_bytes(32)
-        self.num_refused = 0
-        self.on_died: Callable[[Exception], None] | None = None
-        self._region = region
-        self._socket = context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.MAXMSGSIZE, MAX_HEADER_BYTES),
-            (zmq.SNDHWM, MAX_ANSWERS_QUEUED),
-        ):
-            self._socket.set(option, value)
-        if keys is not None:
-            keys.server(self._socket)
-        try:
-            self._socket.bind(f"tcp://{host}:*")
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise TransferError(f"the ZMQ transport cannot bind to {host}: {error}") from error
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._thread = threading.Thread(target=self._run, name="zmq-transport", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait for the thread, after the context has been terminated."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                sink, *frames = self._socket.recv_multipart()
-                self._answer(sink, frames)
-        except zmq.ContextTerminated:
-            pass
-        except Exception as error:
-            _logger.exception("the ZMQ transport serves no more: its sinks lose their connections")
-            if self.on_died is not None:
-                self.on_died(error)
-        finally:
-            self._socket.close()
-
-    def _answer(self, sink: bytes, frames: list[bytes]) -> None:
-        try:
-            request = unpack(_REQUEST, b"".join(frames), "request", MAX_HEADER_BYTES)
-        except TransferError:
-            self.num_refused += 1  # not answered, because it has no number
-            return
-        piece: list[bytes] = []
-        refused = ""
-        try:
-            piece.append(self._read(request))
-        except TransferError as error:
-            self.num_refused += 1
-            refused = str(error)
-        header: bytes = msgpack.packb({"number": request.number, "refused": refused})
-        self._socket.get(zmq.EVENTS)  # counts what has left; a send alone does so about once a millisecond
-        try:
-            self._socket.send_multipart([sink, header, *piece], zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            self.num_refused += 1  # the sink asks for more at once than it may
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:  # the sink has gone
-                raise
-
-    def _read(self, request: _Request) -> bytes:
-        """A copy of the bytes of a piece. Raises `TransferError` if they may not be read."""
-        if not hmac.compare_digest(request.token, self.token):
-            raise TransferError("wrong token")
-        stop = request.start + request.length
-        if stop > self._region.block_bytes or request.length * len(request.block_ids) > MAX_PIECE_BYTES:
-            raise TransferError(f"bytes [{request.start}, {stop}) of {len(request.block_ids)} blocks")
-        return b"".join(self._region.read(block_id, request.start, stop) for block_id in request.block_ids)
 
 
 def _pieces(read: Read, source_blocks: Sequence[int], sink_blocks: Sequence[int], block_bytes: int) -> Iterator[_Piece]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.runtime.config import PrefillSettings
-from common.runtime.worker_host import Worker, WorkerHost, run_worker
+from common.runtime.lifecycle import restart_with
+from common.runtime.malloc import with_large_pages
+
+if TYPE_CHECKING:
+    from common.runtime.config import PrefillSettings
+    from common.runtime.worker_host import Worker, WorkerHost
 
 
 async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path) -> Worker:
@@ -24,6 +30,11 @@ async def make_worker(settings: PrefillSettings, host: WorkerHost, folder: Path)
 
 def main() -> None:
     """Entry point."""
+    restart_with(with_large_pages(os.environ))
+    # Imported here: a program that starts again imports again what it had imported before.
+    from common.runtime.config import PrefillSettings
+    from common.runtime.worker_host import run_worker
+
     run_worker(PrefillSettings, "baton prefill", make_worker)
 
 

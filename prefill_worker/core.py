@@ -50,14 +50,7 @@ from common.worker.events import (
 )
 from common.worker.front import Front
 from common.worker.mask_asks import MaskAsks
-from kv_transfer.events import (
-    Consequence,
-    LeaseDropped,
-    Pulled,
-    PullFailed,
-    PullOffered,
-    Unpinned,
-)
+from kv_transfer.events import Consequence, LeaseDropped, Pulled, PullFailed, PullOffered, Unpinned
 from kv_transfer.pull import Pull
 from kv_transfer.regions import Region
 from prefill_worker import view
@@ -254,7 +247,7 @@ class PrefillCore:
         if num_blocks <= num_held:
             self.pulls.abandon(pull, Cause.LEASE_LOST, "the other worker holds no more than this one")
             return
-        prefix.num_blocks = num_blocks
+        self.prefix_pulls.offered(pull, num_blocks, self._agenda.now)
         blocks = prefix.request.block_table[:num_blocks]
         self.pool.share(blocks)
         self.pulls.reserve(pull, blocks, num_held)
@@ -310,8 +303,8 @@ class PrefillCore:
             self.pulls.abandon(prefix.pull, Cause.DEADLINE, "pulling the prefix took too long")
         overdue = [request for request in self.masks.subjects() if request.deadline <= now]
         for request in (*overdue, *self.scheduler.expired(now)):
-            state = "computing the prompt" if request.block_table else "waiting for the prefill worker"
-            self._fail(request, Cause.DEADLINE, f"the request's time ran out while {state}")
+            message = f"the request's time ran out in the prefill worker, {request.state.value}"
+            self._fail(request, Cause.DEADLINE, message)
 
     # --- the end of a request ------------------------------------------------------------------------------------
 

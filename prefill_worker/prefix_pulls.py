@@ -58,19 +58,24 @@ class PrefixPull:
     pull: Pull
     request: PrefillRequest
     began: float
+    expected_by: float
+    """Monotonic seconds from which it is taken to hang: nothing more is pulled from its source until it has ended, it
+    does not count among the pulls that share the network with one that begins later, and its prompt no longer keeps
+    others from being put on hold."""
     until: float
     """Monotonic seconds at which the pull is given up and the prompt computed."""
-    num_at_once: int
-    """Number of pulls under way when it began, itself included: they share the network."""
     num_blocks: int = 0
     """Number of blocks that the source offered."""
+    num_at_once: int = 1
+    """Number of pulls that shared the network when it was offered its blocks, itself included."""
 
 
 class PrefixPulls:
     """The pulls under way, by their own request ids.
 
-    A prompt waits for its pull for `patience_s` seconds, or for twice the time that computing would take, times the
-    number of pulls under way, if that is longer.
+    A pull is expected within `patience_s` seconds, or within twice the time that computing would take, if that is
+    longer. After that it is taken to hang. A prompt waits for its pull for `patience_s` seconds, or for twice the time
+    that computing would take, times the number of pulls under way that do not hang, if that is longer.
     """
 
     def __init__(
@@ -103,7 +108,10 @@ class PrefixPulls:
 
     def expected(self, request: PrefillRequest, num_here: int, now: float) -> int:
         """Leading tokens of the prompt that are here after a pull, if `choose` is expected to begin one at `now`; else
-        0. Before it, `num_here` tokens are here, in full blocks."""
+        0. Before it, `num_here` tokens are here, in full blocks.
+
+        If prompts that are admitted at the same time begin the last of `MAX_PULLS`, this one is computed after all. It
+        keeps the deadline that it was given, as if the pull brought its part."""
         if len(self._pulls) >= MAX_PULLS:
             return 0
         num_new = self._num_new(request, num_here, now)
@@ -114,7 +122,7 @@ class PrefixPulls:
         """Choose once, for a request that has its blocks, whether to pull. Returns the pull, which counts as under way
         and which the caller begins. Returns None if no other worker holds more of the prompt than this one, if the
         pull is not expected to be faster than computing (the setting may override that), or if the last pull from that
-        worker has just failed."""
+        worker has just failed or one hangs."""
         if len(self._pulls) >= MAX_PULLS:
             return None
         hint, num_new = request.work.prefix, self._num_new(request, request.num_computed, now)
@@ -128,9 +136,9 @@ class PrefixPulls:
             return None
         hashes = tuple(request.block_hashes[: request.num_computed // self._block_size + num_new])
         pull = Pull(hint.source, AttachPrefix(request=new_request_id(), attempt=1, block_hashes=hashes))
-        num_at_once = len(self._pulls) + 1
-        until = now + max(self._patience_s, 2 * compute_s * num_at_once)
-        prefix = self._pulls[pull.key] = PrefixPull(pull, request, now, until, num_at_once)
+        num_at_once = 1 + sum(now < each.expected_by for each in self._pulls.values())
+        expected_by, until = (now + max(self._patience_s, 2 * compute_s * num) for num in (1, num_at_once))
+        prefix = self._pulls[pull.key] = PrefixPull(pull, request, now, expected_by, until)
         return prefix
 
     def _num_new(self, request: PrefillRequest, num_here: int, now: float) -> int:
@@ -139,7 +147,11 @@ class PrefixPulls:
         hint = request.work.prefix
         if self._when == "never" or hint is None or hint.source.incarnation == self._me or request.prefix_tried:
             return 0
-        if now < self._pauses.get(hint.source.incarnation, (0.0, 0.0))[1]:
+        incarnation = hint.source.incarnation
+        if now < self._pauses.get(incarnation, (0.0, 0.0))[1]:
+            return 0
+        hanging = (each.pull.source.incarnation for each in self._pulls.values() if each.expected_by <= now)
+        if incarnation in hanging:
             return 0
         # The last token is always computed, for its logits.
         end = min(hint.num_tokens, len(request.work.token_ids) - 1) // self._block_size
@@ -158,6 +170,16 @@ class PrefixPulls:
     def of(self, request: PrefillRequest) -> PrefixPull | None:
         """The pull that a request waits for; None if there is none."""
         return next((prefix for prefix in self._pulls.values() if prefix.request is request), None)
+
+    def offered(self, pull: Pull, num_blocks: int, now: float) -> None:
+        """The source offers so many blocks: they are read from now on."""
+        prefix = self._pulls[pull.key]
+        prefix.num_blocks, prefix.num_at_once = num_blocks, self._num_reading(now) + 1
+
+    def _num_reading(self, at: float) -> int:
+        """Number of pulls under way that take their part of the network: they were offered blocks, and did not hang at
+        the time `at`."""
+        return sum(each.num_blocks > 0 and at < each.expected_by for each in self._pulls.values())
 
     def pulled(self, pull: Pull, now: float) -> PrefixPull:
         """The pull has settled: update the estimate of seconds per block from its duration."""
@@ -184,8 +206,9 @@ class PrefixPulls:
 
     def _seen_s_per_block(self, prefix: PrefixPull, num_blocks: int, now: float) -> float:
         """Seconds that a block of a pull that has just ended would have taken alone. Pulls share the network; how many
-        there are is looked at when the pull begins and when it ends."""
-        num_at_once = max(prefix.num_at_once, len(self._pulls) + 1)
+        do is looked at when the pull is offered its blocks and when it ends. Those that began to hang meanwhile count:
+        where many share a slow network, all of them take long."""
+        num_at_once = max(prefix.num_at_once, self._num_reading(prefix.began) + 1)
         return max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_blocks) / num_at_once
 
     def _pause(self, source: Source, now: float) -> None:

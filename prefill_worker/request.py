@@ -103,8 +103,8 @@ class PrefillRequest:
     num_computed: int = 0
     """Leading tokens whose KV is in `block_table`."""
     num_coming: int = 0
-    """Leading tokens that are here once a pull has ended that is under way or, while the request waits, was expected
-    when `num_cached` was found; 0 without one."""
+    """Leading tokens that are here once a pull under way has ended; 0 without one. While the request waits, those that
+    were expected when `num_cached` was found: from a pull, or from prompts that compute what both begin with."""
     num_found: int = 0
     """Those of `num_computed` that were computed for other requests: cached here, or pulled."""
     num_passed: int = 0
@@ -181,8 +181,8 @@ class PrefillRequest:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens still to be computed. While the request waits, those that were neither cached nor to be pulled when it
-        was last looked up."""
+        """Tokens still to be computed. While the request waits, those that were not cached, to be pulled, or to be
+        computed for another prompt, when it was last looked up."""
         return len(self.work.token_ids) - max(self.num_computed, self.num_cached, self.num_coming)
 
     def check_invariants(self, pool: BlockPool, block_size: int) -> None:

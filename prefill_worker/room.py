@@ -135,8 +135,9 @@ class Horizon:
 
 def worth_waiting_for(
     request: PrefillRequest, urgency: Urgency, running: Iterable[PrefillRequest], block_size: int, costs: Costs
-) -> Iterator[PrefillRequest]:
-    """The prompts of `running` that are about to compute blocks which `request` needs after those that are cached.
+) -> Iterator[tuple[PrefillRequest, int]]:
+    """The prompts of `running` that are about to compute blocks which `request` needs after those that are cached, each
+    with the number of leading tokens of `request` that are in full blocks then.
 
     These blocks must save the fixed time of a step. And the other prompt must come soon: before `request`, which would
     have `urgency`, or due later by no more than the time that is saved; so no prompt of a lower tier is one.
@@ -151,7 +152,7 @@ def worth_waiting_for(
             num_alike = request.num_alike(other, num_cached)
             saved_s = num_alike * block_size * costs.prompt_s_per_token
             if num_alike and saved_s >= costs.step_s and other.urgency <= (rank, deadline + saved_s, number):
-                yield other
+                yield other, min(num_cached + num_alike, num_useful) * block_size
 
 
 class Backlog:

@@ -86,8 +86,8 @@ class PrefillScheduler:
         """Requests without blocks."""
         self.running: ChunkQueue[PrefillRequest] = ChunkQueue(ageing_s=ageing_s)
         """Requests with blocks and tokens to be computed."""
-        self.on_hold: set[PrefillRequest] = set()
-        """Requests with blocks that wait for a prefix to be pulled."""
+        self.on_hold: dict[PrefillRequest, float] = {}
+        """Requests with blocks that wait for a prefix to be pulled → monotonic seconds by which it is expected."""
         self.holdings = TierHoldings(pool.num_blocks)
         self._deadlines: LazyHeap[PrefillRequest] = LazyHeap()
         self._backlog_waiting = Backlog()
@@ -156,33 +156,36 @@ class PrefillScheduler:
             admitted += newly
         return admitted
 
-    def hold(self, request: PrefillRequest, num_coming: int) -> None:
+    def hold(self, request: PrefillRequest, num_coming: int, expected_by: float) -> None:
         """Compute nothing of `request`, which has just been admitted, until `resume`. A pull is expected to bring what
-        lacks of tokens `[0, num_coming)`."""
+        lacks of tokens `[0, num_coming)` by `expected_by`. After that time others may be put on hold beside it."""
         assert request in self.running, request.key
         assert not self.running.in_flight(request), request.key
         self._stop(request)
         request.enter(PromptEvent.HOLD)
         request.num_coming = num_coming
-        self.on_hold.add(request)
+        self.on_hold[request] = expected_by
 
     def resume(self, request: PrefillRequest, num_computed: int, now: float) -> None:
         """Continue a request on hold. Its blocks hold valid KV of tokens `[0, num_computed)`; `num_computed` is a
-        multiple of the block size, and at least what it was before. With less to compute it may be due sooner."""
+        multiple of the block size, and at least what it was before. With less to compute it may be due sooner; what a
+        pull was expected to bring and has not brought makes it due later, by the time to compute that."""
         assert request.num_computed <= num_computed < len(request.token_ids), (request.key, num_computed)
         assert num_computed % self._block_size == 0, (request.key, num_computed)
-        self.on_hold.remove(request)
+        del self.on_hold[request]
         request.enter(PromptEvent.RESUME)
         self._name(request, request.num_computed, num_computed)
         request.num_computed = request.num_found = num_computed
+        rank, due_at_s, number = request.urgency
+        due_at_s += max(0, request.num_coming - num_computed) * self._costs.prefill_s_per_token
         request.num_coming = 0
-        request.urgency = min(request.urgency, self._urgency(request, now))
+        request.urgency = min((rank, due_at_s, number), self._urgency(request, now))
         self._num_admitted += 1
         self._compute(request)
 
     def requeue(self, request: PrefillRequest) -> None:
         """Let a request on hold wait for other blocks, because a read may still write to those that it had."""
-        self.on_hold.remove(request)
+        del self.on_hold[request]
         request.enter(PromptEvent.REQUEUE)
         self._release(request)
         self.holdings.end(request.key)
@@ -213,11 +216,7 @@ class PrefillScheduler:
 
     def _chunk_tokens(self) -> int:
         """Most tokens of a chunk: as many as are expected to take the longest time of a step, within the bounds."""
-        seconds_per_token = self._costs.prefill_s_per_token
-        left_s = self._longest_step_s - self._costs.step_s
-        if not seconds_per_token or left_s >= self._chunk_size * seconds_per_token:
-            return self._chunk_size
-        return min(self._chunk_size, max(LEAST_CHUNK_TOKENS, int(left_s / seconds_per_token)))
+        return self._costs.tokens_within(self._longest_step_s, LEAST_CHUNK_TOKENS, self._chunk_size)
 
     def _step_tokens(self, chunk_size: int, now: float) -> int:
         """Most tokens of the next step: the first prompt's chunk, and chunks of others up to the end of a prompt with
@@ -308,7 +307,7 @@ class PrefillScheduler:
             self.waiting.discard(request)
             self._backlog_waiting.change(request.tier, request.length, -request.length)
         self._stop(request)
-        self.on_hold.discard(request)
+        self.on_hold.pop(request, None)
         self._deadlines.discard(request)
         self._release(request)
 
@@ -333,9 +332,7 @@ class PrefillScheduler:
             admitted.append(request)
             passing.went(request.tier.rank)
             for running, on_hold in horizons.values():
-                running.add(request)
-                if may_hold:
-                    on_hold.add(request)
+                (on_hold if may_hold else running).add(request)
         return admitted
 
     def _in_turn(self, horizons: _Horizons, now: float) -> Iterator[tuple[PrefillRequest, list[int]]]:
@@ -350,10 +347,13 @@ class PrefillScheduler:
             if running.reaches(self._urgency(request, now)):
                 self._backlog_waiting.change(request.tier, request.length, -request.length)
                 cached = self._look_up(request, now)
-                self._backlog_waiting.change(request.tier, request.length, request.length)
                 urgency = self._urgency(request, now)
-                may_hold = request.num_coming > 0
-                if (may_hold and not on_hold.reaches(urgency)) or self._awaits_another(request, urgency, now):
+                num_awaited = self._num_awaited(request, urgency, now)
+                waits = num_awaited or (request.num_coming and not on_hold.reaches(urgency))
+                request.num_coming = max(request.num_coming, num_awaited)
+                request.length = request.num_uncomputed
+                self._backlog_waiting.change(request.tier, request.length, request.length)
+                if waits:
                     continue
                 yield request, cached
             num_left -= 1
@@ -366,16 +366,19 @@ class PrefillScheduler:
         yield from near
         yield from (request for request in self.waiting.first(now, LONGEST_LOOK) if request not in near)
 
-    def _awaits_another(self, request: PrefillRequest, urgency: Urgency, now: float) -> bool:
-        """Whether `request` waits for blocks that a running prompt of its tier computes. One that is about to be put on
-        hold does not count. An aged request waits for aged ones only: others may have no share of the steps."""
+    def _num_awaited(self, request: PrefillRequest, urgency: Urgency, now: float) -> int:
+        """Leading tokens that are cached once `request` has waited for running prompts of its tier that compute them; 0
+        if it waits for none. One that is about to be put on hold does not count. An aged request waits for aged ones
+        only: others may have no share of the steps."""
         running = self.running.from_rank(urgency[0]) if self._pool.prefix_cache else ()
         aged_before = now - self._ageing_s
-        return any(
-            not request.arrived < aged_before <= other.arrived
+        awaited = (
+            num_tokens
+            for other, num_tokens in worth_waiting_for(request, urgency, running, self._block_size, self._costs)
+            if not request.arrived < aged_before <= other.arrived
             and not self._expected_pull(other, other.num_computed, now)
-            for other in worth_waiting_for(request, urgency, running, self._block_size, self._costs)
         )
+        return max(awaited, default=0)
 
     def _rival_rank(self, request: PrefillRequest, cached: Sequence[int]) -> int | None:
         """None if there is room for `request`. Else the lowest rank whose requests take what this one lacks: 0 if
@@ -408,15 +411,12 @@ class PrefillScheduler:
         """The horizons of each tier that has waiting requests. An aged tier has its share of the steps, whatever higher
         tiers have; another tier has what the higher ones leave."""
         horizons = {}
-        num_tokens = STEPS_AHEAD * self._token_budget
-        on_hold = sorted(self.on_hold, key=lambda request: request.urgency)
+        on_hold = sorted((each for each, until in self.on_hold.items() if now < until), key=lambda each: each.urgency)
         for tier in Tier:
             if self.waiting.num_in(tier):
                 first_rank = tier.rank if self.waiting.aged(tier, now) else 0
-                horizons[tier] = (
-                    Horizon(self.running.from_rank(first_rank), first_rank, num_tokens, self._chunk_size),
-                    Horizon(on_hold, first_rank, num_tokens, self._chunk_size),
-                )
+                limits = first_rank, STEPS_AHEAD * self._token_budget, self._chunk_size
+                horizons[tier] = Horizon(self.running.from_rank(first_rank), *limits), Horizon(on_hold, *limits)
         return horizons
 
     def _urgency(self, request: PrefillRequest, now: float) -> Urgency:

@@ -73,7 +73,8 @@ class PrefillSteps:
                 self.offer(request)
             else:
                 held = True
-                self._scheduler.hold(request, len(prefix.pull.block_hashes or ()) * self._block_size)
+                num_coming = len(prefix.pull.block_hashes or ()) * self._block_size
+                self._scheduler.hold(request, num_coming, prefix.expected_by)
                 self._pulls.begin(prefix.pull)
         chunks = self._scheduler.schedule(now)
         if not chunks:
@@ -107,8 +108,7 @@ class PrefillSteps:
         self._lender.open(request.key, request.block_table, request.deadline)
         num_ready = request.num_computed // self._block_size
         if num_ready:
-            checksums = () if self._checksum is None else self._checksum(request.block_table[:num_ready])
-            self._lender.blocks_ready(request.key.request, num_ready, checksums)
+            self._lender.blocks_ready(request.key.request, num_ready)
 
     def ended(self, ended: StepEnded) -> None:
         """Process a step's outcomes."""

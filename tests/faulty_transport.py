@@ -19,6 +19,8 @@ class Faulty:
     def __init__(self, serves_by_polling: bool = True) -> None:
         self.serves_by_polling = serves_by_polling
         self.reads: list[Read] = []
+        self.read_blocks: list[tuple[int, ...]] = []
+        """The blocks that each of `reads` reads into."""
         self.waits = False
         """Whether nothing of a new read begins until the test says so."""
         self.raising: dict[str, Exception] = {}
@@ -50,9 +52,10 @@ class Faulty:
     def start_read(self, source: Incarnation, source_blocks: Sequence[int], sink_blocks: Sequence[int]) -> Read:
         """A read that is under way until the test, or the fence, ends it."""
         self._enter("start_read")
-        read = Read(source, len(sink_blocks))
+        read = Read(source)
         read.waiting = self.waits
         self.reads.append(read)
+        self.read_blocks.append(tuple(sink_blocks))
         return read
 
     def drop_read(self, read: Read) -> bool:

@@ -265,7 +265,7 @@ class Run:
             assert self.flow.worker_lost(part.life.address, "dead", Crash(self.now)) == []
             assert self.flow.attempts.movable(part.life.address) == []
             assert self.flow.keys_at(part.life.address) == []
-        assert self.flow.fail(Cause.DEADLINE, "late") == []
+        assert self.flow.fail(Fail(Cause.DEADLINE, "late")) == []
         assert self.flow.cancel() == []
         assert self.flow.give_up(0) == []
         assert (self.flow.state, self.flow.story) == (state, story)

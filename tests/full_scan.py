@@ -90,8 +90,8 @@ def connected(workers: list[WorkerView]) -> list[WorkerView]:
 
 
 def decode_workers(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
-    workers = connected(able(ask, workers))
-    return beside(ask, [worker for worker in workers if worker.life not in ask.avoid] or workers)
+    workers = able(ask, workers)
+    return beside(ask, connected([worker for worker in workers if worker.life not in ask.avoid] or workers))
 
 
 def prefill_workers(ask: Ask, workers: list[WorkerView]) -> list[WorkerView]:
@@ -150,18 +150,15 @@ def choose(
     paths: BrokenPaths,
     *,
     local_prefill_tokens: int,
-    turn: int | None,
     targets: Mapping[Tier, Target],
 ) -> Handoff | Local | None:
-    """Workers for a prompt; those of a turn, if one is given, regardless of loads."""
+    """Workers for a prompt."""
     prefill = prefill_workers(ask, usable(registry, Role.PREFILL))
     decode = decode_workers(ask, usable(registry, Role.DECODE))
     if not decode:
         return None
-    if turn is not None:
-        prefill, decode, cached = prefill and [prefill[turn % len(prefill)]], [decode[turn % len(decode)]], {}
     takers = decode
-    if turn is None and not ask.least_wait:
+    if not ask.least_wait:
         wait_s = [max(queue_s(w, ask.tier, ask.now), room_s(w, ask.tier, ask.num_choices)) for w in decode]
         decode = of_profile(decode, ask.tier, targets[ask.tier], wait_s)
     free = uncrowded(decode)

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncGenerator
@@ -61,7 +62,7 @@ async def _serve(stop: asyncio.Event, keyring: Keyring) -> None:
         runner = create_runner(create_app(Parrot(), tokenizer(), limits, metrics, keyring=keys), shutdown_timeout_s=1.0)
         await runner.setup()
         listener = Listener(runner, bounds, metrics)
-        await listener.bind("127.0.0.1", 0)
+        listener.listen(socket.create_server(("127.0.0.1", 0)))
         runners.append(runner)
         listeners[name] = listener
     print(json.dumps({name: listener.port for name, listener in listeners.items()}), flush=True)

@@ -38,13 +38,12 @@ Families = Mapping[str, Family]
 
 
 def exported(exposition: str) -> dict[str, Family]:
-    """By a process, as its `/metrics` says; without what tells when a counter began."""
+    """By a process, as its `/metrics` says."""
     families = {}
     for family in text_string_to_metric_families(exposition):
-        if not family.name.endswith("_created"):
-            name = family.name + ("_total" if family.type == "counter" else "")
-            labels = [frozenset(sample.labels) - {"le"} for sample in family.samples]
-            families[name] = Family(family.type, frozenset().union(*labels) if labels else None)
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = [frozenset(sample.labels) - {"le"} for sample in family.samples]
+        families[name] = Family(family.type, frozenset().union(*labels) if labels else None)
     return families
 
 

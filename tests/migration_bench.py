@@ -45,6 +45,7 @@ from common.worker.events import Ticked
 from common.worker.shell import WorkerShell
 from decode_worker.core import DecodeCore
 from decode_worker.request import DecodeChoice
+from decode_worker.step import Step
 from kv_transfer import transfers
 from kv_transfer.bandwidths import Bandwidths
 from kv_transfer.events import (
@@ -150,11 +151,13 @@ class Engine:
         """How often each KV was computed here."""
         self.last_tokens: list[int] = []
         """Chosen by the samples of the last step."""
+        self.plan: Callable[[], Step]
+        """The plan of the step that is being submitted."""
 
     def submit(self, *step: Any) -> Pause:
         """Begin a step: what `execute` takes."""
         self.num_steps += 1
-        return Pause(step)
+        return Pause((*step, self.plan()))
 
     async def finish(self, step: Pause) -> StepResult:
         """Wait for it."""
@@ -170,7 +173,8 @@ class Engine:
         swap_outs: Sequence[tuple[int, int]],
         swap_ins: Sequence[tuple[int, int]],
         decodes: Decodes | None,
-        drafting: None = None,
+        drafting: None,
+        plan: Step,
     ) -> StepResult:
         """What the step does. No prompt is scored."""
         assert drafting is None, "there is no draft model"
@@ -180,7 +184,7 @@ class Engine:
             self.host[slot] = dict(self.memory.get(block, {}))
         for slot, block in swap_ins:
             self.memory[block] = dict(self.host[slot])
-        decoded = [outcome for each in slices_of(decodes) for outcome in self._compute(each)]
+        decoded = [outcome for each in slices_of(decodes, plan) for outcome in self._compute(each)]
         outcomes = [self._compute(each) for each in slices]
         self.last_tokens = [outcome.token_id for each in (decoded, *outcomes) for outcome in each]
         told = {row: outcome for row, outcome in enumerate(decoded) if outcome.logprobs is not None}
@@ -424,6 +428,7 @@ class Site:
                 lambda: None,  # type: ignore[arg-type,return-value]
                 lambda: world.now,
             )
+        self.engine.plan = lambda: self.worker._planned.plan  # type: ignore[union-attr]
         self.reads: Reads = self.worker._transfers.mover  # type: ignore[assignment]
         self.links: Links = self.worker._transfers._links  # type: ignore[assignment]
         self.flag = Flag()

@@ -23,7 +23,7 @@ class Stack:
     """A running `baton serve`."""
 
     def __init__(self, *options: str, wait: bool = True, variables: Mapping[str, str] | None = None) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "UCX_"))}
         self.mark = f"STACK={next(_numbers)}-of-{os.getpid()}"
         environment |= dict([self.mark.split("=")]) | dict(variables or {})
         self.shared_memory = set(os.listdir("/dev/shm"))
@@ -79,6 +79,13 @@ class Stack:
             with urllib.request.urlopen(f"http://{probe}/ready", timeout=10) as response:
                 left.append(leftovers_in(json.load(response)))
         return [each for each in left if each]
+
+    def hand_over(self) -> None:
+        """Have a decode worker read the KV of a prompt from a prefill worker; the stack explains its routing."""
+        body = json.dumps({"prompt": "o v e r " * 100, "max_tokens": 2}).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert response.headers["x-baton-route"] == "handoff"
 
     def wait(self) -> tuple[int, str]:
         """Its exit code and everything that it logged."""

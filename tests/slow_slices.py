@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from common.engine.batch import NO_SAMPLE, Decodes, Sample, Slice
 from decode_worker.columns import next_sample
 from decode_worker.request import DecodeChoice
+from decode_worker.step import Step
 
 
 def decode_slices(
@@ -43,12 +44,13 @@ def decode_slices(
     return slices
 
 
-def slices_of(decodes: Decodes | None) -> list[Slice]:
-    """The slices that the columns stand for, each with its sample."""
+def slices_of(decodes: Decodes | None, step: Step) -> list[Slice]:
+    """The slices that the columns of a step stand for, each with its sample."""
     if decodes is None:
         return []
     slices = decodes.slices()
-    samples = zip(decodes.sequences, decodes.samples.positions_N.tolist(), strict=True)
+    sequences = [each.sequence for each in step.decodes for _ in range(1 + len(step.drafts.get(each, ())))]
+    samples = zip(sequences, decodes.samples.positions_N.tolist(), strict=True)
     for each, follows, (sequence, position) in zip(slices, decodes.follows_D.tolist(), samples, strict=True):
         each.follows = None if follows == NO_SAMPLE else follows
         each.samples = (

@@ -224,7 +224,8 @@ class Batch:
         starts = torch.tensor([0, *itertools.accumulate(self.queries)], device=device)
         num_tokens = tiling.num_tokens(self._known["group"])
         tiles = query_tiles(self.queries, self.shape.lens, num_tokens, tiling.tile, self.shape.window)
-        longest = longest_run(tiles, self.shape.kv_heads, self._num_processors, tiling.least_tiles)
+        num_programs = self._num_processors * tiling.programs
+        longest = longest_run(tiles, self.shape.kv_heads, num_programs, tiling.least_tiles)
         runs = query_runs(tiles, longest if self.q.is_cuda else 1)
         runs_R5, splits_S4 = (torch.tensor(each, dtype=torch.int32, device=device) for each in (runs.runs, runs.splits))
         return lambda: prefill_attention(

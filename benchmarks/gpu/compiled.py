@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu.products import MODELS, Product, Scene
+from benchmarks.gpu.products import MODELS, Product, Scene, untuned
 from common.contract.kv_layout import KVLayout
 from common.engine.kernels import layer, sampler, tiles
 from common.engine.kernels.decode_attention import DecodeTiling, decode_attention
@@ -287,7 +287,7 @@ def _sample(vocab_size: int = 131072) -> None:
 def _product(case: Case) -> None:
     product = case.product
     assert product is not None
-    tiling = case.tiling or SkinnyTiling.untuned(product.num_columns, _PROCESSORS)
+    tiling = case.tiling or untuned(product.num_columns, _PROCESSORS)
     assert isinstance(tiling, SkinnyTiling)
     Scene(product, FEW_ROWS, torch.device("cpu"), copies=1, drawn=False).kernel_calls(tiling)[0]()
 

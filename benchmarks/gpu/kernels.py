@@ -9,7 +9,7 @@ a causal mask leaves. Torch's attention gets contiguous contexts, gathered from 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,7 @@ DECODE_SHAPES = (
 )
 PREFILL_CONTEXTS = (2048, 4096, 8192, 16384, 32768)
 PREFILL_CHUNK = 2048
-SHORT_CHUNKS = ((64, 32768), (256, 32768), (1024, 1024))
+SHORT_CHUNKS = ((64, 32768), (256, 32768), (512, 8192), (1024, 1024))
 """(tokens, context): chunks that leave most of the device idle unless contexts are split and long tiles come first."""
 
 
@@ -226,14 +226,16 @@ def timed(name: str, calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
 
 
 def prefill_chunk(chunk: int, context: int) -> dict[str, Any]:
-    """A row of `prefill`."""
+    """A row of `prefill`. `one_program_us` is the time if keys are cut for one program on each multiprocessor."""
     heads = LLAMA_8B
     scene = Scene(1, context, chunk, 1)
     flops = 4 * heads.num * heads.dim * (chunk * context - chunk * (chunk - 1) / 2)
-    us = graph_us([prefill_call(scene, scene.prefill_tiling())])
+    tiling = scene.prefill_tiling()
+    us, one_program_us = (graph_us([prefill_call(scene, each)]) for each in (tiling, replace(tiling, programs=1)))
     return {
-        "kind": "prefill_attention", "chunk": chunk, "context": context, "us": us,
-        "tflops": 1e-12 * flops / (1e-6 * us), **peers(*gathered(1, chunk, context, heads)),
+        "kind": "prefill_attention", "chunk": chunk, "context": context, "us": us, "programs": tiling.programs,
+        "one_program_us": one_program_us, "tflops": 1e-12 * flops / (1e-6 * us),
+        **peers(*gathered(1, chunk, context, heads)),
     }  # fmt: skip
 
 
@@ -241,7 +243,8 @@ def prefill_call(scene: Scene, tiling: PrefillTiling) -> Callable[[], object]:
     """A call of the chunk's attention."""
     query_len = len(scene.q)
     tiles = query_tiles([query_len], scene.lens.tolist(), tiling.num_tokens(scene.heads.group), tiling.tile, None)
-    runs = query_runs(tiles, longest_run(tiles, scene.heads.kv, num_processors(), tiling.least_tiles))
+    num_programs = num_processors() * tiling.programs
+    runs = query_runs(tiles, longest_run(tiles, scene.heads.kv, num_programs, tiling.least_tiles))
     runs_R5, splits_S4 = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in (runs.runs, runs.splits))
     starts = torch.tensor([0, query_len], device="cuda")
     return lambda: prefill_attention(

@@ -122,6 +122,12 @@ class Scene:
         return error
 
 
+def untuned(num_columns: int, num_processors: int) -> SkinnyTiling:
+    """The tiling that gives each multiprocessor a program; of a gated product `num_columns` are the gates."""
+    programs = -(-num_columns // SkinnyTiling().columns)
+    return SkinnyTiling(splits=max(1, -(-num_processors // programs)))
+
+
 def measured() -> Iterator[dict[str, Any]]:
     """Microseconds of each product by the untuned kernel and by torch, and what reading the weight takes at least."""
     copy_rate = copy_bytes_per_s()
@@ -138,7 +144,7 @@ def product_row(model: str, product: Product, rows: int, copy_rate: float) -> di
     device = torch.device("cuda")
     scene = Scene(product, rows, device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    tiling = SkinnyTiling.untuned(product.num_columns, processors)
+    tiling = untuned(product.num_columns, processors)
     error = scene.error(tiling)
     us, torch_us = graph_us(scene.kernel_calls(tiling)), graph_us(scene.torch_calls())
     return {

@@ -32,6 +32,8 @@ _SHAPES = ((1, 1024), (1, 16384), (8, 1024), (8, 16384), (32, 4096), (64, 8192),
 _BLOCK_SIZE = 64
 _CONTEXT = 16384
 """Tokens of context at the end of which prefill attention computes its chunk."""
+_SHORT_CHUNK = (512, 8192)
+"""(tokens, context) of the chunk that decides for how many programs prefill attention cuts keys."""
 _PROGRAMS = (1.0, 4.0)
 """Programs per multiprocessor of decode attention, tried with the tilings that were best with the default."""
 _NUM_BEST = 4
@@ -152,14 +154,19 @@ def _capability() -> int:
 
 def fitting(cases: Mapping[_Key, Sequence[Case]]) -> dict[_Key, list[Any]]:
     """The tilings that can be compiled, of which a multiprocessor has room for a program, and which keep most of what
-    they use in registers, by key. All are compiled at once, on every core, which takes most of the time of tuning."""
+    they use in registers, by key. Those of prefill attention have the number of programs that a multiprocessor has room
+    for. All are compiled at once, on every core, which takes most of the time of tuning."""
     found: dict[_Key, list[Any]] = {key: [] for key in cases}
     all_cases = [(key, case) for key, of_key in cases.items() for case in of_key]
     for (key, case), binaries in zip(all_cases, compiled([case for _, case in all_cases]), strict=True):
         if isinstance(binaries, Exception):
             print(f"{case}: {binaries}", flush=True)
         elif all(each.programs > 0 and each.stack_bytes <= MOST_STACK_BYTES for each in binaries):
-            found[key].append(case.tiling)
+            tiling = case.tiling
+            if isinstance(tiling, PrefillTiling):
+                programs = next(each.programs for each in binaries if each.kernel == "prefill")
+                tiling = replace(tiling, programs=programs)
+            found[key].append(tiling)
     return found
 
 
@@ -198,9 +205,15 @@ def best_decode(
 
 
 def best_prefill(heads: Heads, tilings: Sequence[PrefillTiling]) -> tuple[dict[str, Any], str]:
-    """The fastest tiling for a chunk at the end of a context, as an entry and as text."""
-    scene = kernels.Scene(1, _CONTEXT, kernels.PREFILL_CHUNK, 1, block_size=_BLOCK_SIZE, heads=heads)
-    taken, tiling = timed(tilings, lambda tiling: graph_us([kernels.prefill_call(scene, tiling)]))[0]
+    """The fastest tiling for a chunk at the end of a context, as an entry and as text. Keys are cut for all programs
+    that a multiprocessor has room for, or for one, as is faster for a short chunk."""
+
+    def us(chunk: int, context: int) -> Callable[[PrefillTiling], float]:
+        scene = kernels.Scene(1, context, chunk, 1, block_size=_BLOCK_SIZE, heads=heads)
+        return lambda tiling: graph_us([kernels.prefill_call(scene, tiling)])
+
+    taken, fastest = timed(tilings, us(kernels.PREFILL_CHUNK, _CONTEXT))[0]
+    _, tiling = timed([fastest, replace(fastest, programs=1)], us(*_SHORT_CHUNK))[0]
     text = f"prefill of {_CONTEXT}, d {heads.dim}: {taken:8.1f} us with {tiling}"
     return entry_of("prefill", heads, {"group": heads.group, "block_size": _BLOCK_SIZE}, tiling), text
 

@@ -17,7 +17,6 @@ import numpy as np
 from common.contract.errors import BatonError, Cause
 from common.contract.messages.worker import TokenLogprobs, TokenScores
 from common.contract.sampling import SamplingParams
-from common.engine.sequence import TokenSequence
 from common.engine.token_counts import TokenCounts
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -141,8 +140,6 @@ class Decodes:
     They come before the slices of the step, and each has one sample.
     """
 
-    sequences: Sequence[TokenSequence]
-    """The sequences, which may go on growing: the columns are what counts."""
     token_ids_D: Ints
     positions_D: Ints
     """Positions of these tokens."""

@@ -70,7 +70,6 @@ class Drafter:
         samples = decodes.samples
         biased = {index: samples.special[row] for index, row in enumerate(rows_S.tolist()) if row in samples.special}
         return Decodes(
-            sequences=(),
             token_ids_D=np.minimum(decodes.token_ids_D[rows_S], self.runner.config.vocab_size - 1),
             positions_D=decodes.positions_D[rows_S] + place,
             num_blocks_D=num_blocks_S,

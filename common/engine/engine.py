@@ -168,6 +168,11 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 advice = "lower --kv-cache-bytes, --token-budget or --max-num-seqs, or raise --gpu-reserve-bytes"
                 raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
+            except (MemoryError, RuntimeError) as error:
+                if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+                    raise
+                advice = "lower --kv-cache-bytes, or serve a smaller model"
+                raise OperatorError(f"this machine's memory does not suffice: {advice} ({error})") from error
             log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
             log.info(
                 "prefill takes %.3f ms for a token, and %.1f for a step",

@@ -16,7 +16,7 @@ import torch
 
 from common.engine.backend import Backend
 from common.engine.batch import NO_SAMPLE, Ints
-from common.engine.graphs import DecodeGraphs, Progress
+from common.engine.graphs import DecodeGraphs
 from common.engine.group import Group
 from common.engine.host_copy import to_device
 from common.engine.host_swap import HostSwap
@@ -26,6 +26,7 @@ from common.engine.penalties import LastTokens
 from common.engine.ragged import Rows
 from common.engine.sampler import Likeliest
 from common.engine.warm_up import decode_batches, few_rows
+from common.engine.weights import Progress
 
 Pairs = Sequence[tuple[int, int]]
 """(from, to): numbers of blocks, or of a block and a host slot."""
@@ -80,7 +81,7 @@ class Executor:
         one_of_each = {window: config.windows.index(window) for window in config.windows}
         sizes = (cache.num_blocks, cache.layout.block_size, config.max_sequence_tokens)
         for batch in decode_batches(*sizes, cache.device, self.backend.invariant_run):
-            q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
+            q_THD = cache.blocks.new_zeros(len(batch.token_ids_T), config.num_heads, config.head_dim)
             for window, layer in one_of_each.items():
                 self.backend.attend(q_THD, cache.layer(layer), batch, window, config.head_dim**-0.5)
         for batch in few_rows(cache.device):

@@ -10,7 +10,6 @@ Shapes: N sequences of a batch, P places of a graph, M blocks of the longest tab
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,8 @@ from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.ragged import RaggedBatch, Rows
 from common.engine.sampler import Likeliest
+from common.engine.weights import Progress
 
-Progress = Callable[[int, int], None]
-"""Called with (graphs captured, graphs to capture)."""
 NOWHERE = -1
 """Block number of a token whose KV is not stored."""
 _NOBODY = NO_SAMPLE
@@ -115,10 +113,10 @@ class DecodeGraphs:
         `chosen_N` are the tokens that the step before has chosen. Returns None, and does nothing, if the batch is too
         large, or if one of its slices is not a single token with a sample.
         """
-        num = len(rows.query_lens)
+        num = len(rows.follows_B)
         fits = num <= self._sizes[-1] and rows.arrays["block_tables_BM"].shape[1] <= self._max_blocks
         known = rows.follows_B.max() < len(self._chosen)
-        if not (fits and known) or rows.num_tokens != num or rows.arrays["logit_rows_R"].size != num:
+        if not (fits and known) or rows.arrays["token_ids_T"].size != num or rows.arrays["logit_rows_R"].size != num:
             return None
         size = next(size for size in self._sizes if size >= num)
         self._num_rows = num
@@ -185,7 +183,6 @@ class DecodeGraphs:
             seq_lens_B=seq_lens,
             block_tables_BM=self._block_tables[:size],
             logit_rows_R=self._query_start[:size],
-            num_tokens=size,
             query_lens=(1,) * size,
             seq_lens=(self._max_blocks * self._cache.layout.block_size,) * size,
         )

@@ -11,7 +11,10 @@ import torch
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of `values` (an array, or nested lists) on `device`. Its copy is queued before any work that is queued
     on the device later."""
-    tensor = torch.from_numpy(values).to(dtype) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
+    if isinstance(values, np.ndarray):  # contiguous: torch copies others by way of memory that is not pinned
+        tensor = torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+    else:
+        tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

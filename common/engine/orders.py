@@ -13,13 +13,13 @@ import torch
 from common.engine.backend import Backend
 from common.engine.batch import Ints
 from common.engine.executor import Executor, Pairs, StepLogits
-from common.engine.graphs import Progress
 from common.engine.group import Group
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
 from common.engine.native.group import SharedGroup
 from common.engine.ragged import Rows
+from common.engine.weights import Progress
 
 
 class _Order(IntEnum):
@@ -165,12 +165,5 @@ def rows_of(order: Ints) -> tuple[Rows, int, bool]:
     *arrays, follows_B = (order[begin:end] for begin, end in pairwise(ends))
     named = dict(zip(_ARRAYS, arrays, strict=True))
     named["block_tables_BM"] = named["block_tables_BM"].reshape(-1, num_blocks)
-    rows = Rows(
-        arrays=named,
-        sample_rows_N=np.empty(0, np.int64),
-        follows_B=follows_B,
-        num_tokens=len(named["token_ids_T"]),
-        query_lens=tuple(np.diff(named["query_start_B1"]).tolist()),
-        seq_lens=tuple(named["seq_lens_B"].tolist()),
-    )
+    rows = Rows(arrays=named, sample_rows_N=np.empty(0, np.int64), follows_B=follows_B)
     return rows, num_chosen, bool(after_swaps)

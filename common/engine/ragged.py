@@ -41,7 +41,6 @@ class RaggedBatch:
     """Entries beyond a sequence's length are further blocks of its own, or block 0."""
     logit_rows_R: torch.Tensor
     """Tokens whose logits are wanted: the last one of each slice with samples."""
-    num_tokens: int
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
 
@@ -69,9 +68,6 @@ class Rows:
     """Row of logits that each sample uses, in the order of the slices."""
     follows_B: Ints
     """See `Decodes.follows_D`."""
-    num_tokens: int
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
 
     @classmethod
     def of(cls, slices: Sequence[Slice], block_size: int, decodes: Decodes | None = None) -> Rows:
@@ -121,22 +117,14 @@ class Rows:
             "block_tables_BM": tables,
             "logit_rows_R": logit_rows,
         }
-        return cls(
-            arrays=arrays,
-            sample_rows_N=sample_rows,
-            follows_B=columns.follows_B,
-            num_tokens=num_tokens,
-            query_lens=tuple(query_lens.tolist()),
-            seq_lens=tuple(seq_lens.tolist()),
-        )
+        return cls(arrays=arrays, sample_rows_N=sample_rows, follows_B=columns.follows_B)
 
     def on(self, device: torch.device) -> RaggedBatch:
         """The batch on the device, by one copy."""
         return RaggedBatch(
             **dict(zip(self.arrays, _together(list(self.arrays.values()), device), strict=True)),
-            num_tokens=self.num_tokens,
-            query_lens=self.query_lens,
-            seq_lens=self.seq_lens,
+            query_lens=tuple(np.diff(self.arrays["query_start_B1"]).tolist()),
+            seq_lens=tuple(self.arrays["seq_lens_B"].tolist()),
         )
 
 

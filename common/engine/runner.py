@@ -23,7 +23,6 @@ from common.engine.backends import backend_on
 from common.engine.batch import Chosen, Decodes, Ints, Sample, Sampled, Samples, Scored, Slice
 from common.engine.executor import Executor, Pairs
 from common.engine.grammar import Grammars
-from common.engine.graphs import Progress
 from common.engine.host_copy import HostCopy, to_device
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
@@ -37,7 +36,7 @@ from common.engine.ragged import Rows
 from common.engine.ranks import GroupPlan, Ranks
 from common.engine.sampler import ChosenOnDevice, choose
 from common.engine.shard import Shard, require_width
-from common.engine.weights import load_weights, resolve_dtype
+from common.engine.weights import Progress, load_weights, resolve_dtype
 
 _log = logging.getLogger(__name__)
 

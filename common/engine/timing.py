@@ -160,7 +160,6 @@ def _decodes(num_rows: int, num_tokens: int, block_size: int, num_blocks: int) -
     parameters_N = np.zeros(num_rows, PARAMETERS)
     parameters_N["top_p"] = 1.0
     return Decodes(
-        sequences=(),
         token_ids_D=np.zeros(num_rows, np.int64),
         positions_D=np.full(num_rows, num_tokens - 1),
         num_blocks_D=np.full(num_rows, blocks),

@@ -63,7 +63,6 @@ def _batch(num: int, length: int, tables: torch.Tensor) -> RaggedBatch:
         seq_lens_B=ones,
         block_tables_BM=tables.expand(num, -1),
         logit_rows_R=rows[:num],
-        num_tokens=num,
         query_lens=(1,) * num,
         seq_lens=(length,) * num,
     )

@@ -26,7 +26,7 @@ from common.runtime.checkpoint import WEIGHTS, shards_by_tensor
 from common.runtime.malloc import give_memory_back
 
 Progress = Callable[[int, int], None]
-"""Called with (tensors loaded, tensors to load)."""
+"""Called with (done, to do): numbers of tensors that are loaded, or of graphs that are captured."""
 
 _PAIR = ("model.embed_tokens.weight", "lm_head.weight")
 """The two tensors that are one if `tie_word_embeddings` is set."""

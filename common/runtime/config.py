@@ -238,15 +238,16 @@ class DecodeSettings(WorkerSettings, TokenTierSettings):
         0,
         ge=0,
         le=2**20,
-        description="most tokens in one step, prompts and decodes together (0: 1024 on a CPU, 4096 on a GPU, which a "
-        "step of prompts alone then fills; more if max_num_seqs and the prompts beside them need it)",
+        description="most tokens in one step, prompts and decodes together (0: 1024 on a CPU, 4096 on a GPU; more if "
+        "max_num_seqs and the prompts beside them need it)",
     )
     prefill_tokens: int = Field(
         0,
         ge=0,
         le=65536,
         description="most prompt tokens in a step with decodes (0: chosen in each step by its expected time, the ITL "
-        "target of who decodes and the TTFT target of who waits)",
+        "target of who decodes and the TTFT target of who waits); a step without decodes has at most token_budget, and "
+        "fewer, but at least 128, where it would take longer than four fifths of the shortest TTFT target",
     )
     prefill_priority: bool = Field(False, description="compute whole prompts before anything is decoded")
     memory_reserve: float = Field(
@@ -382,9 +383,6 @@ class GatewaySettings(TokenTierSettings):
     )
     prefix_index_names: int = Field(
         2_000_000, ge=1024, le=2**30, description="most cached blocks that are known by name, 120 bytes each"
-    )
-    routing: Literal["expected", "round_robin"] = Field(
-        "expected", description="expected: by expected time to first token and load; round_robin: in turn, to compare"
     )
     explain_routing: bool = Field(
         False, description="say in x-baton-* headers of each answer where its request went, and why"

@@ -1,5 +1,4 @@
-"""Metrics that are updated with every token or request: plain numbers, which become Prometheus metrics only when
-scraped.
+"""Counters and histograms: plain numbers, which become Prometheus metrics only when scraped.
 
 The classes of `prometheus_client` take a lock for each bucket and sum, and check their labels, which costs several
 times as much. Here every update happens on the event loop, so no lock is needed. Engine steps are counted in the same

@@ -34,6 +34,8 @@ _RDMA = re.compile(r"\\?(ib|rc|dc|ud|srd|gga)(_\w+)?")
 _CUDA_IPC = re.compile(r"\\?(cuda|cuda_ipc)")
 _FAMILIES = {_RDMA: (("ib",), ("rc", "dc", "ud")), _CUDA_IPC: (("cuda",), ("cuda_ipc",))}
 """What, after a ^ in `UCX_TLS`, leaves all of them out."""
+_CUDA_COPY = {"all", "cuda", "cuda_copy", "\\cuda_copy"}
+"""What has `cuda_copy`, without which UCX does not tell a GPU's memory from a host's."""
 
 
 def guard_memory(settings: WorkerSettings, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -102,14 +104,19 @@ def guard_allocator(device: str, environ: Mapping[str, str] = os.environ) -> Non
 def guard_route(
     settings: WorkerSettings, device: str, environ: Mapping[str, str] = os.environ, rdma_devices: Path = RDMA_DEVICES
 ) -> None:
-    """Refuse `--transport zmq` on a GPU ("cuda"), whose memory it does not move; and with `--require-rdma` what cannot
-    move blocks by RDMA or, from GPU to GPU, by `cuda_ipc`.
+    """Refuse what does not move the memory of a GPU ("cuda"): `--transport zmq`, and a `UCX_TLS` without `cuda_copy`,
+    with which NIXL does not start; and with `--require-rdma` what cannot move blocks by RDMA or, from GPU to GPU, by
+    `cuda_ipc`.
 
     What UCX then takes for each source is looked at when it is read (`kv_transfer.nixl_transport`). Whether a device
     `auto` is a GPU is not known yet, so that one is asked about again. Raises `OperatorError`.
     """
     if settings.transport == "zmq" and device == "cuda":
         raise OperatorError("--transport zmq moves host memory only, not that of a GPU: use nixl, or --device cpu")
+    tls = environ.get("UCX_TLS")
+    left_out, names = _transports(tls)
+    if device == "cuda" and left_out != _CUDA_COPY.isdisjoint(names):
+        raise OperatorError(f"UCX_TLS={tls} leaves out cuda_copy, without which UCX does not move the memory of a GPU")
     if not settings.require_rdma:
         return
     if settings.transport != "nixl":
@@ -117,7 +124,6 @@ def guard_route(
     for variable in ("UCX_LOG_FILE", "UCX_PROTO_INFO"):
         if environ.get(variable):
             raise OperatorError(f"--require-rdma: the worker needs UCX's log to know the transport; unset {variable}")
-    tls = environ.get("UCX_TLS")
     if device != "cpu" and _allows(tls, _CUDA_IPC):
         return
     if not _allows(tls, _RDMA):

@@ -31,11 +31,9 @@ from common.runtime.lifecycle import (
     exit_on_operator_error,
     freeze_startup_objects,
     leave,
-    restart_with,
     run,
 )
 from common.runtime.logs import configure_logging
-from common.runtime.malloc import with_large_pages
 from common.runtime.probes import Probed, ProbeServer
 from common.runtime.ucx import guard_allocator, guard_memory, guard_route
 from common.runtime.worker_packages import require_worker_packages
@@ -137,7 +135,7 @@ def run_worker(
     program: str,
     make_worker: Callable[[_Settings, WorkerHost, Path], Awaitable[Worker]],
 ) -> None:
-    """Run a worker process from start to exit. It starts again once (`restart_with`).
+    """Run a worker process from start to exit.
 
     `make_worker(settings, host, model folder)` is called once the ports are bound and the model is found; it may raise
     `OperatorError` or `TransferError`. It is the first to import torch.
@@ -147,7 +145,6 @@ def run_worker(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
         os.environ.pop(name, None)
-    restart_with(with_large_pages(os.environ))
 
     async def make(settings: _Settings, host: WorkerHost) -> Worker:
         # A download may never end, and a process that is stopped must not wait for it.

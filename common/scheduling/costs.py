@@ -65,6 +65,14 @@ class Costs:
             return math.inf
         return max(_ENOUGH_TOKENS, _ENOUGH_STEPS * self.step_s / self.prefill_s_per_token)
 
+    def tokens_within(self, seconds: float, least: int, most: int) -> int:
+        """Prompt tokens, at most `most`, of a step of prompts that is expected to take at most `seconds`; at least
+        `least`, if `most` allows that."""
+        token_s, left_s = self.prefill_s_per_token, seconds - self.step_s
+        if not token_s or left_s >= most * token_s:
+            return most
+        return min(most, max(least, int(left_s / token_s)))
+
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Move the estimates towards an observation: a step that did little else computed `num_tokens` prompt tokens in
         `seconds`."""

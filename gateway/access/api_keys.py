@@ -70,11 +70,6 @@ class ApiKey(BaseModel):
     tenant_from_header: bool = False
     tiers: Annotated[list[Annotated[Tier, Field(strict=False)]], Field(min_length=1)] | None = None
 
-    @property
-    def own_tenant(self) -> str:
-        """Tenant of this key's requests, unless the tenant header takes precedence (`tenant_from_header`)."""
-        return self.tenant or self.name
-
 
 class _File(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")

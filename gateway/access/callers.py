@@ -145,19 +145,16 @@ class Callers:
         """The caller of a request. Raises `ApiError`: a 401 without a valid key, a 400 for an invalid tenant header."""
         if self._keyring is None:
             return Caller(_named_tenant(request, self._tenant_header) or "")
-        key = self._keyring.find(_given_key(request) or "")
+        key = self._keyring.find(_given_key(request))
         if key is None:
             message = "a valid API key is needed: Authorization: Bearer ..., or x-api-key: ..."
             raise ApiError(401, message, code="invalid_api_key")
         tenant = _named_tenant(request, self._tenant_header) if key.tenant_from_header else None
-        return KeyCaller(tenant or key.own_tenant, key, self._meter(key), self._metrics, self._clock)
+        return KeyCaller(tenant or key.tenant or key.name, key, self._meter(key), self._metrics, self._clock)
 
     def knows(self, request: web.Request) -> bool:
         """Whether a request has a valid key, or none is needed."""
-        if self._keyring is None:
-            return True
-        given = _given_key(request)
-        return given is not None and self._keyring.find(given) is not None
+        return self._keyring is None or self._keyring.find(_given_key(request)) is not None
 
     def _meter(self, key: ApiKey) -> KeyMeter:
         """The meter of a key. Meters go by key name, so a key that replaces another of that name inherits its usage."""
@@ -175,17 +172,17 @@ class Callers:
         return meter
 
 
-def _given_key(request: web.Request) -> str | None:
-    """The key that the request authenticates with. None if it has none, if a header occurs twice, or if the two headers
-    differ: then an intermediary may have added a key to the client's own."""
+def _given_key(request: web.Request) -> str:
+    """The key that the request authenticates with. Empty if it has none, if a header occurs twice, or if the two
+    headers differ: then an intermediary may have added a key to the client's own."""
     bearers, bare = (request.headers.getall(name, []) for name in ("Authorization", "x-api-key"))
     if len(bearers) > 1 or len(bare) > 1:
-        return None
+        return ""
     keys = {key.strip() for key in bare}
     for header in bearers:
         scheme, _, given = header.partition(" ")
         keys.add(given.strip() if scheme.lower() == "bearer" else "")
-    return keys.pop() if len(keys) == 1 else None
+    return keys.pop() if len(keys) == 1 else ""
 
 
 def _named_tenant(request: web.Request, header: str | None) -> str | None:

@@ -13,7 +13,6 @@ kernel.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import math
@@ -40,8 +39,6 @@ _ACCEPT_PAUSE_S: Final = 1.0
 """Pause before accepting again after `accept` has failed: the process is out of descriptors or memory."""
 _LOOK_AGAIN_S: Final = 0.05
 """Seconds before a connection that could give way is looked for again, where there was none."""
-_NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""The machine lacks an address, or all addresses of a family."""
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 """Seconds of silence after which the client's machine is probed, seconds between probes, and the number of unanswered
 probes that ends the connection; as in the control channel. Linux's own first number is two hours."""
@@ -176,7 +173,7 @@ class _Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send the answer and get ready for the next request; aiohttp's own error answers are given the API's shape."""
         if isinstance(resp, web.HTTPException):
-            resp = from_http(resp, request.path, 0).response(1)
+            resp = from_http(resp, request.path).response()
         timer = asyncio.get_running_loop().call_later(
             self._bounds.reading_timeout_s, self._reading.cut_off, "slow_reader"
         )
@@ -208,7 +205,7 @@ class _Connection(web.RequestHandler):
         else:
             error = ApiError(400, "the request is not valid HTTP", code="invalid_http")
         self._listener.refused("malformed")
-        response = error.response(1)
+        response = error.response()
         response.force_close()
         return response
 
@@ -289,25 +286,9 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """The port that was bound first."""
+        """The port of the first socket."""
         port: int = self._sockets[0].getsockname()[1]
         return port
-
-    async def bind(self, host: str, port: int) -> None:
-        """Listen on every address of `host` that this machine has: `localhost` is also the IPv6 one where there is
-        none. Raises `OSError` if an address is taken, or if the machine has none of them."""
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        absent: OSError | None = None
-        for family, address in dict.fromkeys((family, address[:2]) for family, _, _, _, address in found):
-            try:
-                self.listen(socket.create_server(address, family=family, backlog=_BACKLOG))
-            except OSError as error:
-                if error.errno not in _NOT_HERE:
-                    raise
-                absent = error
-        if absent is not None and not self._sockets:
-            raise absent
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections from a bound socket, which `close` closes too."""

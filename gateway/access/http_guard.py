@@ -106,7 +106,7 @@ class Guard:
         except web.HTTPException as error:
             if "Allow" in error.headers:
                 headers["Allow"] = error.headers["Allow"]
-            answer = from_http(error, request.path, self._limits.max_body_bytes)
+            answer = from_http(error, request.path)
         except asyncio.CancelledError:
             if request.writer.output_size or not self._ending.is_reason():
                 raise  # after an answer, or a part of one, no other one can be sent
@@ -116,7 +116,7 @@ class Guard:
             accepted = request.get(ACCEPTED, False)  # those are counted by `RequestLife`
             if request.method == "POST" and not accepted and answer.code in (Cause.INTERNAL, Cause.CAPACITY):
                 self._metrics.failed(answer.code)
-        return answer.response(self._limits.retry_after_s, headers)
+        return answer.response(headers)
 
     def knows(self, request: web.Request) -> bool:
         """Whether a request to a path that needs no key may be told what needs one."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from common.contract.kv_layout import Fingerprint
 from common.contract.tiers import Tier
+from gateway.serving.flow import Flow
 from gateway.serving.flow_actions import Want
 from gateway.workers.load_table import LoadTable, Rows
 from gateway.workers.worker_life import WorkerLife
@@ -42,26 +43,19 @@ class Ask(NamedTuple):
     """Whether the request is admitted. It may then retry workers that failed it."""
 
     @classmethod
-    def of(
-        cls,
-        want: Want,
-        tier: Tier = Tier.STANDARD,
-        now: float = 0.0,
-        fingerprint: Fingerprint | None = None,
-        beside: frozenset[WorkerLife] = frozenset(),
-    ) -> Self:
-        """What choices that want workers ask for."""
+    def of(cls, want: Want, flow: Flow, now: float = 0.0, fingerprint: Fingerprint | None = None) -> Self:
+        """What choices of a flow that want workers ask for."""
         return cls(
             num_tokens=want.num_tokens,
-            tier=tier,
+            tier=flow.generation.tier,
             num_choices=len(want.choices),
-            most_tokens=want.most_tokens,
+            most_tokens=flow.generation.most_tokens,
             now=now,
             fingerprint=fingerprint,
             avoid=want.avoid,
             too_small=want.too_small,
-            beside=beside,
-            admitted=want.admitted,
+            beside=flow.beside(want),
+            admitted=flow.admitted,
         )
 
     def takers(self, table: LoadTable, rows: Rows) -> Rows:
@@ -73,8 +67,9 @@ class Ask(NamedTuple):
 
     def decode_rows(self, table: LoadTable, rows: Rows) -> Rows:
         """The decode workers to choose from. If all of them have failed the request, all are returned."""
-        rows = connected(table, self.takers(table, rows))
-        return self._beside(table, either(without(table, rows, self.avoid), rows))
+        rows = self.takers(table, rows)
+        rows = either(without(table, rows, self.avoid), rows)
+        return self._beside(table, connected(table, rows))
 
     def prefill_rows(self, table: LoadTable, rows: Rows) -> Rows:
         """The prefill workers to choose from. Those that have failed the request are excluded, because decode workers

@@ -34,7 +34,7 @@ from gateway.dispatch.links import Links
 from gateway.dispatch.open_request import OpenRequest
 from gateway.dispatch.placement import DEGRADED, Hopeless, Placement
 from gateway.dispatch.recovery_metrics import RecoveryMetrics
-from gateway.dispatch.router import Router, Routing
+from gateway.dispatch.router import Router
 from gateway.dispatch.token_rows import TokenRows
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.serving.attempt import Assignment, Attempt, Deliver, SendToWorker
@@ -67,7 +67,6 @@ class Dispatcher(Collector):
         pulse: Pulse,
         *,
         local_prefill_tokens: int = 0,
-        routing: Routing = "expected",
         targets: Mapping[Tier, Target] = NO_TARGETS,
         max_prefix_names: int = 2_000_000,
         ttft_limits: TtftLimits | None = None,
@@ -82,13 +81,13 @@ class Dispatcher(Collector):
         gets no token for `silence_s` fails.
         """
         index = PrefixIndex(max_prefix_names)
-        router = Router(registry, local_prefill_tokens=local_prefill_tokens, routing=routing, targets=targets)
         self._registry = registry
+        self._router = Router(registry, local_prefill_tokens=local_prefill_tokens, targets=targets)
         self._clock = clock
         self._patience_s = patience_s
         self._silence_s = silence_s
         self.links = Links(me, registry, index, self, clock, pulse, keys)
-        self.placement = Placement(registry, router, index, ttft_limits)
+        self.placement = Placement(registry, self._router, index, ttft_limits)
         self._open: dict[OpenRequest, None] = {}
         self._num_choices = 0
         """Choices of the open requests. Each may have an attempt of its own at a worker, whose Hello then lists it."""
@@ -199,7 +198,7 @@ class Dispatcher(Collector):
             why = f"no token has come for {self._silence_s:g} s"
             if over_at <= now:
                 why = "the request's time ran out at the gateway"
-            self._carry_out_all(request, flow.fail(Cause.DEADLINE, f"{why}; {flow.attempts.whereabouts}"))
+            self._carry_out_all(request, flow.fail(Fail(Cause.DEADLINE, f"{why}; {flow.attempts.whereabouts}")))
 
     # --- what the links report (`gateway.dispatch.links`) ----------------------------------------------------------
 
@@ -246,7 +245,7 @@ class Dispatcher(Collector):
 
     def on_loss(self, address: str, why: str, crash: Crash | None) -> None:
         """Handle the loss of what a worker has."""
-        self.placement.lost(address)
+        self._router.paths.forget(address)
         for request in self._oldest_at(address):
             self._carry_out_all(request, request.flow.worker_lost(address, why, crash))
 
@@ -378,7 +377,7 @@ class Dispatcher(Collector):
         first = assignment is attempt.decode and not attempt.decode_has_spoken
         if isinstance(message, Tokens) and first and message.choice in attempt.choices:
             if attempt.prefill is not None:
-                self.placement.handed_over(attempt.prefill, assignment)
+                self._router.paths.works(attempt.prefill.life, assignment.life)
                 self._num_handoffs += 1
                 if attempt.prefill.life.address in self._registry.workers:
                     self.handoffs[attempt.prefill.life.address, address] += 1

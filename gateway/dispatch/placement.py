@@ -26,7 +26,7 @@ from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Profile, Role
 from common.contract.tiers import Tier
 from common.runtime.probes import counter, gauge
-from gateway.dispatch.ask import Ask, connected
+from gateway.dispatch.ask import Ask
 from gateway.dispatch.estimates import PULL_LATENCY_S
 from gateway.dispatch.leaving import Leaving
 from gateway.dispatch.open_request import OpenRequest
@@ -108,11 +108,11 @@ class Placement:
 
     def give_up(self, want: Want, request: OpenRequest, patience_s: float) -> list[FlowAction]:
         """End a request that has waited `patience_s` while no suitable worker existed."""
-        flow, ask = request.flow, Ask.of(want, fingerprint=request.fingerprint)
-        if want.refusal is not None and self._router.all_too_small(ask):
-            return flow.fail(want.refusal.cause, want.refusal.message)
+        flow, ask = request.flow, Ask.of(want, request.flow, fingerprint=request.fingerprint)
+        if flow.refusal is not None and self._router.all_too_small(ask):
+            return flow.fail(flow.refusal)
         why = f"no decode worker has been usable for {patience_s:.1f} s"
-        return flow.fail(Cause.WORKER_LOST, f"{why}; before: {flow.failure}" if flow.failure else why)
+        return flow.fail(Fail(Cause.WORKER_LOST, f"{why}; before: {flow.failure}" if flow.failure else why))
 
     def answered(self, request: OpenRequest, now: float) -> None:
         """Learn from an accepted request that has its first token, or will never have one."""
@@ -144,14 +144,6 @@ class Placement:
         given = self._given.pop(assignment, None)
         self._registry.left(assignment.life.address, assignment.life.incarnation, given, now)
 
-    def lost(self, address: str) -> None:
-        """Record that a worker is lost."""
-        self._router.paths.forget(address)
-
-    def handed_over(self, source: Assignment, reader: Assignment) -> None:
-        """Record that a decode worker has read from a prefill worker."""
-        self._router.paths.works(source.life, reader.life)
-
     def handoff_failed(self, source: Assignment, reader: Assignment, why: str, now: float) -> None:
         """Record that a decode worker could not read from a prefill worker that is well."""
         pause_s = self._router.paths.failed(source.life, reader.life, now)
@@ -173,33 +165,33 @@ class Placement:
     def _decide(self, want: Want, request: OpenRequest, now: float) -> Sequence[FlowAction | Hopeless]:
         """Begin an attempt, let the choices wait, or end the request, depending on the workers there are."""
         flow = request.flow
-        ask = Ask.of(want, flow.generation.tier, now, request.fingerprint, flow.beside(want))
+        ask = Ask.of(want, flow, now, request.fingerprint)
         takers = self._router.takers(ask)
-        held = self._holds(want, ask, takers)
-        if held or (not len(takers) and (want.refusal is None or want.admitted)):
+        held = self._holds(ask, takers)
+        if held or (not len(takers) and (flow.refusal is None or flow.admitted)):
             if held:
                 self._held_until = self._registry.coming_back_until()
             self.waiting.park(want)
             return self._note_hope(want, ask)
         self.waiting.discard(want)
         if not len(takers):
-            assert want.refusal is not None
-            return flow.fail(want.refusal.cause, want.refusal.message)
+            assert flow.refusal is not None
+            return flow.fail(flow.refusal)
         return self._route(want, request, ask)
 
-    def _holds(self, want: Want, ask: Ask, takers: Rows) -> bool:
-        """Whether an admitted request waits although decode workers may take it: none that is connected has room, and
-        others are coming back. Else the first one back would get all requests that wait, and those that find no room
-        would stay there. They are looked at again when another one is back, or with the first heartbeat after the time
-        for it."""
-        if not want.admitted or not len(takers) or ask.now >= self._registry.coming_back_until():
+    def _holds(self, ask: Ask, takers: Rows) -> bool:
+        """Whether an admitted request waits although decode workers may take it: none of those from which one would be
+        chosen has room, and others are coming back. Else the first one back would get all requests that wait, and those
+        that find no room would stay there. They are looked at again when another one is back, or with the first
+        heartbeat after the time for it."""
+        if not ask.admitted or not len(takers) or ask.now >= self._registry.coming_back_until():
             return False
-        return not self._router.has_room(ask, connected(self._registry.table, takers))
+        return not self._router.has_room(ask, ask.decode_rows(self._registry.table, takers))
 
     def _note_hope(self, want: Want, ask: Ask) -> Sequence[Hopeless]:
         """Let choices wait until the request's deadline, or, if no suitable worker exists, as long as its patience
         lasts."""
-        if want.admitted and self._router.hope(ask):
+        if ask.admitted and self._router.hope(ask):
             want.hopeless_at = None
         elif want.hopeless_at is None:
             want.hopeless_at = ask.now
@@ -222,7 +214,7 @@ class Placement:
         if generation.waterfall.route is None and not isinstance(route, Rebind):
             generation.waterfall.route = route.explain
         if refusal is not None:
-            return flow.fail(refusal.cause, refusal.message, refusal.retry_after_s)
+            return flow.fail(refusal)
         return self._go(want, request, route, ask.now)
 
     def _within_limits(self, request: OpenRequest, route: Route, ask: Ask) -> tuple[Route, Fail | None]:

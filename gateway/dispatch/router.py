@@ -1,5 +1,5 @@
 """Choice of the workers for a request. Pure: a choice depends on the registry's state, on the part of the prompt that
-each worker probably has cached (`cached`), and, with `round_robin`, on whose turn it is.
+each worker probably has cached (`cached`), and on the handoffs that have failed.
 
 condition, in this order           workers                                                   reason
 no prefill workers exist           one decode worker, which computes the prompt too          colocated
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,8 +147,6 @@ class Rebind(NamedTuple):
 Route: TypeAlias = Handoff | Local | Rebind
 Cached: TypeAlias = Mapping[WorkerLife, int]
 """Worker → leading prompt tokens that its cache probably holds, always fewer than the prompt has."""
-Routing = Literal["expected", "round_robin"]
-"""`expected` compares expected times; `round_robin` ignores load and caches, and serves as a baseline."""
 
 
 class Router:
@@ -159,7 +157,6 @@ class Router:
         registry: Registry,
         *,
         local_prefill_tokens: int = 0,
-        routing: Routing = "expected",
         targets: Mapping[Tier, Target] = NO_TARGETS,
     ) -> None:
         """A prompt is short for a decode worker that would compute at most `local_prefill_tokens` of it."""
@@ -168,8 +165,6 @@ class Router:
         """Pairs of workers between which handoffs have failed."""
         self._registry = registry
         self._local_prefill_tokens = local_prefill_tokens
-        self._in_turn = routing == "round_robin"
-        self._turn = 0
 
     def takers(self, ask: Ask) -> Rows:
         """The usable decode workers that may take a request."""
@@ -207,13 +202,10 @@ class Router:
         decode = ask.decode_rows(table, registry.usable_rows(Role.DECODE))
         if not len(decode):
             return None
-        if self._in_turn:
-            self._turn += 1
-            prefill, decode, cached = self._next(prefill), self._next(decode), {}
         here = table.spread(cached)
         times = _Times(queue_s(table, ask.tier, ask.now), room_s(table, ask.tier, ask.num_choices))
         of_any_profile = decode
-        if not (self._in_turn or ask.least_wait):
+        if not ask.least_wait:
             decode = of_profile(table, decode, ask.tier, self._targets[ask.tier], times.wait_s)
         free = _uncrowded(table, decode)
         near = free[ask.num_tokens - here[free] <= self._local_prefill_tokens]
@@ -289,9 +281,6 @@ class Router:
         """Those of the decode workers that may read from the worker of row `source`."""
         table = self._registry.table
         return without(table, decode, self.paths.avoided(table.workers[source].life, now))
-
-    def _next(self, rows: Rows) -> Rows:
-        return rows[[self._turn % len(rows)]] if len(rows) else rows
 
 
 class _Times(NamedTuple):

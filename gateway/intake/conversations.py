@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,7 +14,8 @@ from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, PromptEndi
 from gateway.web.http_errors import invalid
 
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles of the API. They are passed on even if the template may leave them out under some condition."""
+"""Roles of the API. They are passed on even if the template may leave them out under some condition; `tool` only if the
+template that renders the conversation tells the model of functions."""
 _MAX_OTHER_ROLES: Final = 8
 _SHORT_MESSAGES: Final = 8
 _SHORT_CHARS: Final = 2048
@@ -59,14 +61,16 @@ async def rendered(
 def _refuse_lost_messages(tokenizer: ModelTokenizer, messages: Sequence[ChatMessage], *, with_tools: bool) -> None:
     """Raise for the first message that the template would leave out because it does not know its role: the answer would
     be to another conversation."""
+    tells_of_tools = re.search(r"\btools\b", tokenizer.chat_template(with_tools)) is not None
+    known = _ROLES if tells_of_tools else _ROLES - {"tool"}
     seen: set[str] = set()
     for index, message in enumerate(messages):
         param, role = f"messages[{index}].role", message.role
-        if role in _ROLES or role in seen:
+        if role in known or role in seen:
             continue
         seen.add(role)
         if len(seen) > _MAX_OTHER_ROLES:
-            raise invalid(param, f"{param}: more than {_MAX_OTHER_ROLES} roles besides {', '.join(sorted(_ROLES))}")
+            raise invalid(param, f"{param}: more than {_MAX_OTHER_ROLES} roles besides {', '.join(sorted(known))}")
         if tokenizer.leaves_out(role, with_tools=with_tools):
             raise invalid(param, f"{param}: this model's chat template leaves out messages of the role {role!r}")
 

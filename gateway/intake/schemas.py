@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -53,7 +52,7 @@ from gateway.intake.field_types import (
 )
 from gateway.intake.field_types import text as _text
 from gateway.intake.ignored_fields import IGNORED, IGNORED_FIELDS
-from gateway.intake.tool_schemas import TemplateSwitches, ToolCalls, ToolChoice, Tools
+from gateway.intake.tool_schemas import Schema, TemplateSwitches, ToolCalls, ToolChoice, Tools
 from gateway.web.http_errors import invalid
 
 _UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -149,15 +148,11 @@ def _describe_ignored(schema: dict[str, Any]) -> None:
         schema["properties"].setdefault(name, {"description": f"Accepted, without effect: {reason}."})
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
-
-
-class _Body(_Schema):
+class _Body(Schema):
     model_config = ConfigDict(json_schema_extra=_describe_refused)
 
 
-class StreamOptions(_Schema):
+class StreamOptions(Schema):
     """What a stream reports besides chunks of the answer."""
 
     include_usage: bool | None = None
@@ -167,7 +162,7 @@ class StreamOptions(_Schema):
     """As the field of the same name beside `stream`."""
 
 
-class JsonSchema(_Schema):
+class JsonSchema(Schema):
     """A JSON schema that an answer must follow."""
 
     schema_: Annotated[
@@ -176,7 +171,7 @@ class JsonSchema(_Schema):
     """As JSON."""
 
 
-class ResponseFormat(_Schema):
+class ResponseFormat(Schema):
     """OpenAI's structured output."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -187,7 +182,7 @@ class ResponseFormat(_Schema):
     """For the type `json_object`: the schema that the object must follow, as in llama.cpp and other servers."""
 
 
-class StructuredOutputs(_Schema):
+class StructuredOutputs(Schema):
     """vLLM's structured output, with at most one constraint. Unknown fields are refused, because they would change the
     answer, unless they ask for nothing."""
 
@@ -213,14 +208,14 @@ class StructuredOutputs(_Schema):
     json_object: bool | None = None
 
 
-class TextPart(_Schema):
+class TextPart(Schema):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Prediction(_Schema):
+class Prediction(Schema):
     """What the client expects the answer to be, such as a text of which little is to change. It changes no token; if
     workers draft tokens, the answer comes the sooner the more of it is right."""
 
@@ -289,7 +284,7 @@ class CompletionRequest(SamplingFields):
     tokens."""
 
 
-class ChatMessage(_Schema):
+class ChatMessage(Schema):
     """One message of a conversation: text, function calls, or the result of a call."""
 
     role: Name
@@ -403,7 +398,7 @@ class DetokenizeRequest(_Body):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-SchemaT = TypeVar("SchemaT", bound=_Schema)
+SchemaT = TypeVar("SchemaT", bound=Schema)
 
 
 def parse(schema: type[SchemaT], body: object) -> SchemaT:
@@ -426,7 +421,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return path.removeprefix(".")
 
 
-def _refuse_unsupported(body: dict[Any, object], schema: type[_Schema]) -> None:
+def _refuse_unsupported(body: dict[Any, object], schema: type[Schema]) -> None:
     if _UNSUPPORTED.keys().isdisjoint(body):
         return
     for name, harmless in _UNSUPPORTED.items():

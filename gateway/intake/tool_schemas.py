@@ -62,14 +62,16 @@ def _arguments(value: object) -> dict[str, Any] | str:
     return arguments
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+class Schema(BaseModel):
+    """Base of the schemas of bodies and their parts. A field's docstring is its description in `/openapi.json`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class Function(_Schema):
+class Function(Schema):
     """A function's name, description and parameters."""
 
     name: FunctionName
@@ -79,7 +81,7 @@ class Function(_Schema):
     """Has no effect: arguments follow the schema whenever a call is enforced, and only then."""
 
 
-class Tool(_Schema):
+class Tool(Schema):
     """A function that may be called."""
 
     type: Literal["function"]
@@ -98,27 +100,27 @@ def _tools(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-class NamedFunction(_Schema):
+class NamedFunction(Schema):
     """A function, referred to by its name."""
 
     name: FunctionName
 
 
-class NamedToolChoice(_Schema):
+class NamedToolChoice(Schema):
     """The one function that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(_Schema):
+class AllowedTools(Schema):
     """The functions of `tools` that may be called, and whether a call is required."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class AllowedToolChoice(_Schema):
+class AllowedToolChoice(Schema):
     """Acts as if the request had only these functions."""
 
     type: Literal["allowed_tools"]
@@ -160,14 +162,14 @@ ToolChoice: TypeAlias = Annotated[
 TemplateSwitches: TypeAlias = Annotated[dict[str, Any], AfterValidator(_switches)]
 
 
-class FunctionCall(_Schema):
+class FunctionCall(Schema):
     """The name of a called function and its arguments."""
 
     name: FunctionName
     arguments: Annotated[dict[str, Any] | str, PlainValidator(_arguments, json_schema_input_type=str)]
 
 
-class ToolCall(_Schema):
+class ToolCall(Schema):
     """A call that the model has made."""
 
     id: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[ -~]*$")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
-from common.runtime.counting import PlainHistogram
+from common.runtime.counting import PlainCounter, PlainHistogram
 from gateway.intake.request_intake import Job
 from gateway.serving.waterfall import Stage, Waterfall
 
@@ -62,9 +62,9 @@ class FinishedMetrics:
             _STAGE_BUCKETS_S,
             registry=registry,
         )
-        self._excesses = Counter(
+        self._excesses = PlainCounter(
             "baton_gateway_timings_cut", "Requests whose workers claimed more time than there was.", registry=registry
-        )
+        ).labels()
 
     def times(self, waterfall: Waterfall, spent: Mapping[Stage, int]) -> None:
         """Record a finished request's account of time; `spent` are the nanoseconds of each of its stages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from common.contract.errors import Cause
 from common.runtime.counting import PlainCounter, PlainHistogram
@@ -55,7 +55,7 @@ class GatewayMetrics:
         self._success = self._counter("vllm:request_success", "Choices that finished, by reason.", ["finished_reason"])
         for reason in ("stop", "length", "tool_calls"):
             self._success.labels(reason)
-        self._tool_calls = Counter(
+        self._tool_calls = PlainCounter(
             "baton_gateway_tool_calls",
             "Calls of functions in answers: complete; cut; or malformed, which are in the text.",
             ["outcome"],
@@ -66,7 +66,7 @@ class GatewayMetrics:
         self._requests = PlainCounter(
             "baton_gateway_requests", "HTTP requests, by answer.", ["endpoint", "code"], registry=self.registry
         )
-        self._failed = Counter(
+        self._failed = PlainCounter(
             "baton_gateway_requests_failed",
             "Requests that did not finish, but for invalid ones; those of the cause capacity were refused.",
             ["cause"],
@@ -78,14 +78,14 @@ class GatewayMetrics:
         self.requests_in_flight = Gauge(
             "baton_gateway_requests_in_flight", "POST requests being served.", registry=self.registry
         )
-        self._limited = Counter(
+        self._limited = PlainCounter(
             "baton_gateway_requests_limited",
             "Requests refused by a limit of their API key.",
             ["key", "reason"],
             registry=self.registry,
         )
         self.connections = Gauge("baton_gateway_connections", "Connections of clients.", registry=self.registry)
-        self._connections_refused = Counter(
+        self._connections_refused = PlainCounter(
             "baton_gateway_connections_refused",
             "Connections ended because of what the client did, or for want of room.",
             ["reason"],
@@ -93,7 +93,7 @@ class GatewayMetrics:
         )
         for reason in _REFUSALS:
             self._connections_refused.labels(reason)
-        self._files_reloaded = Counter(
+        self._files_reloaded = PlainCounter(
             "baton_gateway_files_reloaded",
             "Times that a changed file of keys or certificates was read again.",
             ["file", "outcome"],

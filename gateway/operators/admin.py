@@ -11,7 +11,7 @@ import json
 from aiohttp import web
 
 from gateway.dispatch.links import Links
-from gateway.operators.admin_guard import MAX_BODY_BYTES, admin_guard
+from gateway.operators.admin_guard import admin_guard
 from gateway.web.http_errors import ApiError
 
 
@@ -19,7 +19,7 @@ def create_admin_app(links: Links, host: str) -> web.Application:
     """The app with `GET /workers`, `POST /workers/{id}/drain`, `POST /workers/{id}/resume`; a worker's id is its
     address. `host` is where it will listen."""
     admin = _Admin(links)
-    app = web.Application(middlewares=[admin_guard(host)], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[admin_guard(host)])
     app.router.add_get("/workers", admin.workers)
     app.router.add_post("/workers/{id}/drain", admin.drain)
     app.router.add_post("/workers/{id}/resume", admin.resume)

@@ -9,7 +9,6 @@ name gives it away.
 
 from __future__ import annotations
 
-from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -21,8 +20,6 @@ from gateway.access.http_guard import as_api_error
 from gateway.web.host_names import is_address
 from gateway.web.http_errors import ApiError, from_http
 
-MAX_BODY_BYTES: Final = 2**16
-
 
 def admin_guard(host: str) -> Middleware:
     """The middleware to install in the application on `host`: refuses foreign pages, and answers every error as
@@ -33,9 +30,9 @@ def admin_guard(host: str) -> Middleware:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         origin = request.headers.get("Origin")
         if origin is not None and not is_own(origin, request.headers.get("Host", "")):
-            return ApiError(403, "requests of this web page are not taken", code="foreign_origin").response(1)
+            return ApiError(403, "requests of this web page are not taken", code="foreign_origin").response()
         if hosts.refuses(request.headers.get("Host")):
-            return ApiError(403, "the admin port is not known by the name in Host", code="foreign_host").response(1)
+            return ApiError(403, "the admin port is not known by the name in Host", code="foreign_host").response()
         cors = Cors(() if origin is None else (origin,))
         response = cors.preflight(request) if cors.is_preflight(request) else await _respond(request, handler)
         response.headers.update(cors.headers(request))
@@ -57,12 +54,10 @@ def is_own(origin: str, host: str) -> bool:
 
 
 async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
-        return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large").response(1)
     try:
         return await handler(request)
     except web.HTTPException as error:
         headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return from_http(error, request.path, MAX_BODY_BYTES).response(1, headers)
+        return from_http(error, request.path).response(headers)
     except Exception as error:  # noqa: BLE001 (logged in as_api_error)
-        return as_api_error(error).response(1)
+        return as_api_error(error).response()

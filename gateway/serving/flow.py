@@ -139,7 +139,7 @@ class Flow:
             decode,
             prefill=prefill,
             offer=want.offer,
-            admitted=want.admitted,
+            admitted=self.admitted,
             now=now,
             tally=self.tally,
         )
@@ -208,11 +208,11 @@ class Flow:
                 actions += self._offer_lost(want, offer, why, crash)
         return actions
 
-    def fail(self, cause: Cause, message: str, retry_after_s: int | None = None) -> list[FlowAction]:
+    def fail(self, end: Fail) -> list[FlowAction]:
         """End with an error; inert after the end."""
         if not self.running:
             return []
-        return [*self._end(FlowState.FAILED, f"{cause}: {message}"), Fail(cause, message, retry_after_s)]
+        return [*self._end(FlowState.FAILED, f"{end.cause}: {end.message}"), end]
 
     def give_up(self, index: int) -> list[FlowAction]:
         """The client needs no more of a choice, though others may go on; inert after its end."""
@@ -308,7 +308,7 @@ class Flow:
         if not wanting:
             return actions
         if end is not None:
-            return [*actions, *self.fail(end.cause, end.message)]
+            return [*actions, *self.fail(end)]
         self.tally.failures[broken.cause] += 1
         if offer is not None:
             return [*actions, self._want(tuple(attempt.choices.values()), self._next_key(attempt.key.request), offer)]
@@ -338,7 +338,7 @@ class Flow:
         """The worker whose offer stood has none: want new workers for the unfinished choices."""
         self._note(broken.assignment, broken.cause, broken.message)
         end = self._count_failure(want.choices, want.choices, want.choices, broken, Share.NONE)
-        return self._without_offer(want, broken.cause) if end is None else self.fail(end.cause, end.message)
+        return self._without_offer(want, broken.cause) if end is None else self.fail(end)
 
     def _offer_lost(self, want: Want, offer: Assignment, why: str, crash: Crash | None) -> list[FlowAction]:
         """The worker is lost whose offer stood. That is no failure of an attempt. If it has crashed while it computed
@@ -348,7 +348,7 @@ class Flow:
         self._note(offer, Cause.WORKER_LOST, message)
         share = Share.NONE if crash is None or offer.over else crash.share_of(offer.key, offer.given_at)
         end = count_crash(want.choices, want.choices, message, share)
-        return self._without_offer(want, Cause.WORKER_LOST) if end is None else self.fail(end.cause, end.message)
+        return self._without_offer(want, Cause.WORKER_LOST) if end is None else self.fail(end)
 
     def _without_offer(self, want: Want, cause: Cause) -> list[FlowAction]:
         """Want new workers for the choices of a want whose offer has fallen."""
@@ -368,7 +368,7 @@ class Flow:
         return [self._want([choice], self._next_key(request, alone=len(choices) == 1)) for choice in choices]
 
     def _want(self, choices: Sequence[Choice], key: RequestKey, offer: Assignment | None = None) -> Want:
-        want = Want.of(self.generation, key, choices, offer, admitted=self.admitted, refusal=self.refusal)
+        want = Want.of(key, choices, offer)
         self.wants.append(want)
         return want
 

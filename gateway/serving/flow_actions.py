@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from common.contract.ids import RequestKey
 from gateway.serving.attempt import Assignment, Attempt, Deliver, SendToWorker
 from gateway.serving.choice import Choice
-from gateway.serving.generation import Fail, Generation, PromptDelta
+from gateway.serving.generation import Fail, PromptDelta
 from gateway.workers.worker_life import WorkerLife
 
 FIRST_DELAY_S = 0.05
@@ -29,26 +29,11 @@ class Want:
     delay_s: float = 0.0
     too_small: frozenset[WorkerLife] = frozenset()
     """Workers that can never hold these choices."""
-    most_tokens: int = 0
-    """Most tokens that one of these sequences can have in the end."""
-    admitted: bool = False
-    """Whether the request was admitted. An admitted request waits until a worker takes it."""
-    refusal: Fail | None = None
-    """How the request ends if no worker is left that may take it."""
     hopeless_at: float | None = None
     """When no worker was left that could take these choices now or later; None while there is one."""
 
     @classmethod
-    def of(
-        cls,
-        generation: Generation,
-        key: RequestKey,
-        choices: Sequence[Choice],
-        offer: Assignment | None,
-        *,
-        admitted: bool,
-        refusal: Fail | None,
-    ) -> Self:
+    def of(cls, key: RequestKey, choices: Sequence[Choice], offer: Assignment | None) -> Self:
         """What these choices want after all that has failed them."""
         num_failures = max(choice.num_failures for choice in choices)
         return cls(
@@ -58,9 +43,6 @@ class Want:
             offer,
             delay_s=FIRST_DELAY_S * 2 ** (num_failures - 2) if num_failures >= 2 else 0.0,
             too_small=frozenset(life for choice in choices for life in choice.too_small),
-            most_tokens=generation.most_tokens,
-            admitted=admitted,
-            refusal=refusal,
         )
 
     @property

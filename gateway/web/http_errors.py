@@ -67,16 +67,15 @@ class ApiError(BatonError):
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, retry_after_s: float, headers: dict[str, str] | None = None) -> web.Response:
-        """The error as a response. A client that may retry is told after how many seconds: the error's own number, or
-        else `retry_after_s`. OpenAI's clients, which repeat a request after any status from 500 on, are told not to
-        repeat one that crashes workers."""
+    def response(self, headers: dict[str, str] | None = None) -> web.Response:
+        """The error as a response. A client that may retry is told after how many seconds: `retry_after_s`, and at
+        least 1. OpenAI's clients, which repeat a request after any status from 500 on, are told not to repeat one that
+        crashes workers."""
         headers = dict(headers or {})
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in _RETRYABLE:
-            wait_s = retry_after_s if self.retry_after_s is None else self.retry_after_s
-            headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s or 0)))
         if self.code == Cause.POISON:
             headers["x-should-retry"] = "false"
         return web.Response(
@@ -108,14 +107,12 @@ def from_failure(failure: GenerationFailed) -> ApiError:
     )
 
 
-def from_http(error: web.HTTPException, path: str, max_body_bytes: int) -> ApiError:
+def from_http(error: web.HTTPException, path: str) -> ApiError:
     """The error that replaces aiohttp's own error page."""
     match error.status:
         case 404:
             return ApiError(404, f"no such path: {path}", code="not_found")
         case 405:
             return ApiError(405, f"{path} does not take this method", code="method_not_allowed")
-        case 413:
-            return ApiError(413, f"the body is larger than {max_body_bytes} bytes", code="body_too_large")
         case status:
             return ApiError(status, error.reason, code=None)

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
 
 from common.contract.messages.session import Role
 from common.runtime.clock import Clock
+from common.runtime.counting import PlainCounter
 from common.runtime.resolver import Resolver
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Discovery:
         self._listed = Gauge(
             "baton_gateway_discovered_workers", "Workers in the last list of a role.", ["role"], registry=registry
         )
-        self._errors = Counter(
+        self._errors = PlainCounter(
             "baton_gateway_discovery_errors",
             "Times that a list of workers could not be had; the last one goes on being used.",
             ["role"],

@@ -32,6 +32,8 @@ _SERVICE: Final = "kubernetes.io/service-name"
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _EXPIRED: Final = 410
 """Status for a watch whose start version no longer exists."""
+_PORT_NAME: Final = "control"
+"""Name of a worker's control port in a slice."""
 _ADDRESS_TYPE: Final = "IPv4"
 """Address type of the slices that are used. With both IP families, slices of each type list all endpoints."""
 _READ_BYTES: Final = 2**21
@@ -72,13 +74,10 @@ def _ignore_proxies(api: client.ApiClient) -> None:
 class EndpointSliceSource:
     """The endpoints of one Service."""
 
-    def __init__(
-        self, api: client.ApiClient, namespace: str, service: str, *, port_name: str = "control", resync_s: float = 60.0
-    ) -> None:
+    def __init__(self, api: client.ApiClient, namespace: str, service: str, *, resync_s: float = 60.0) -> None:
         self._api = client.DiscoveryV1Api(api)
         self._namespace = namespace
         self._service = service
-        self._port_name = port_name
         self._resync_s = resync_s
         self._slices: dict[str, Any] = {}
         self._version = ""
@@ -169,7 +168,7 @@ class EndpointSliceSource:
         so."""
         found: dict[tuple[str, str], Endpoint] = {}
         for slice_ in self._slices.values():
-            for endpoint in _endpoints(slice_, self._port_name):
+            for endpoint in _endpoints(slice_):
                 known = found.get((endpoint.address, endpoint.identity))
                 if known is None or endpoint.serving:
                     found[endpoint.address, endpoint.identity] = endpoint
@@ -178,8 +177,8 @@ class EndpointSliceSource:
         return list({each.address: each for each in best}.values())
 
 
-def _endpoints(slice_: Any, port_name: str) -> Iterable[Endpoint]:
-    port = next((each.port for each in slice_.ports or () if each.name == port_name and each.port), None)
+def _endpoints(slice_: Any) -> Iterable[Endpoint]:
+    port = next((each.port for each in slice_.ports or () if each.name == _PORT_NAME and each.port), None)
     if port is None or slice_.address_type != _ADDRESS_TYPE:
         return
     for each in slice_.endpoints or ():

@@ -71,7 +71,7 @@ class Registry:
         self.num_restarts: Counter[Role] = Counter()
         """Times that a new incarnation of a worker was met at its address, by role."""
         self.epoch = 0
-        """Counter of events that may have changed which workers are usable, or whether they are connected."""
+        """Counter of events that may have changed which workers are usable, or which are connected again."""
         self._coming_back = (-1, -math.inf)
         """The epoch in which `coming_back_until` was found out last, and its value."""
         self._table: LoadTable | None = None

@@ -36,6 +36,7 @@ from kv_transfer.events import MoverAction, StartRead
 
 if TYPE_CHECKING:
     from common.engine.batch import Decodes, Slice
+    from common.worker.events import PlannedStep
 
 
 class Stage:
@@ -96,6 +97,8 @@ class StagedRunner:
         self._runner = runner
         self._stage = stage
         self._poison = int(os.environ.get("STAGE_POISON", -1))
+        self.decoded: deque[list[int]] = deque()
+        """The first tokens of the sequences that decode, for each step that is submitted."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -107,8 +110,7 @@ class StagedRunner:
                 self._stage.come("step")
                 self._stage.step_opened.wait_for(lambda: "step" not in self._stage.closed)
                 self._stage.go("step")
-        sequences = () if decodes is None else decodes.sequences
-        firsts = [*(each.token_ids[0] for each in sequences), *(self._begins(each) for each in slices)]
+        firsts = [*self.decoded.popleft(), *(self._begins(each) for each in slices)]
         if self._poison in firsts:
             if os.environ["STAGE_POISON_HOW"] == "raise":
                 raise RuntimeError("CUDA error: device-side assert triggered")
@@ -174,6 +176,17 @@ def _stage_reads(worker: Any, stage: Stage) -> None:
     stage.on_open.append(let_go)
 
 
+def _note_decoded(shell: Any, runner: StagedRunner) -> None:
+    submit = shell._submit
+
+    async def noted(work: PlannedStep) -> Any:
+        choices = () if work.decodes is None else work.plan.decodes
+        runner.decoded.append([each.sequence.token_ids[0] for each in choices])
+        return await submit(work)
+
+    shell._submit = noted
+
+
 def main() -> None:
     """Entry point."""
     role = sys.argv.pop(1)
@@ -188,7 +201,8 @@ def main() -> None:
         host.server.send = StagedSend(host.server.send, stage)  # type: ignore[method-assign]
         worker = await make(settings, host, folder)
         inside: Any = worker
-        inside._engine.runner = StagedRunner(inside._engine.runner, stage)
+        inside._engine.runner = runner = StagedRunner(inside._engine.runner, stage)
+        _note_decoded(inside, runner)
         _stage_reads(worker, stage)
         stage.crc = lambda: list(inside._region.crc32(range(inside.core.pool.num_blocks)))
         await stage.serve(os.environ["STAGE_SOCKET"])

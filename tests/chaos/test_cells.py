@@ -414,8 +414,8 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
 
 
 DEADLINES = {
-    "queued": "waiting for the prefill worker|decode worker, attaching",
-    "mid-chunk": "computing the prompt|decode worker, (offered|pulling)|offered to a decode worker",
+    "queued": "prefill worker, waiting|decode worker, attaching",
+    "mid-chunk": "prefill worker, running|decode worker, (offered|pulling)|offered to a decode worker",
     "offered": "decode worker, offered|offered to a decode worker",
     "pulling": "decode worker, pulling|offered to a decode worker",
     "settling": "decode worker, settling|offered to a decode worker",

@@ -242,7 +242,7 @@ def theatre(
     the first token of sequences that end those of a role, by SIGKILL or by an exception in a step."""
     wide = ("--tensor-parallel", "2") if transport == "nixl-ranks" else ()
     wire = ("--transport", "zmq") if transport == "zmq" else ()
-    env = {"UCX_TLS": "tcp"} if transport == "nixl-tcp" else {}
+    env = {"UCX_TLS": "^sm,ib"} if transport == "nixl-tcp" else {}
     bounds = ("--read-bound-s", "5")
     common = ["--model", str(folder), "--num-threads", "1", "--checksums", *PULSE, *bounds, *wire, *wide, *options]
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ _OPTIONS = ("--checksums", "--heartbeat-timeout-s", "5")
 """A test that plays a gateway on a busy machine may be silent for longer than the usual timeout."""
 _WIRES: dict[str, Any] = {
     "zmq": {"options": ("--transport", "zmq", *_OPTIONS)},
-    "nixl-tcp": {"options": _OPTIONS, "env": {"UCX_TLS": "tcp"}},
+    "nixl-tcp": {"options": _OPTIONS, "env": {"UCX_TLS": "^sm,ib"}},
 }
 
 

@@ -1,24 +1,24 @@
-"""What a stack opens to the network, by the kernel's word; and where a message can make a worker connect to."""
+"""What a stack opens to the network, by the kernel's word; and where a message can make a worker connect to.
+
+That a stack of this machine opens nothing to others is a test in `test_serve`.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import select
-import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served import Stack
 from sockets import descendants, listeners
 from stack import Process, gateway_of, run_forked, until
 from step_tokens import handles
@@ -39,45 +39,12 @@ def environment(**variables: str) -> dict[str, str]:
     return with_large_pages(kept | variables)
 
 
-@contextmanager
-def serving(*options: str) -> Iterator[subprocess.Popen[str]]:
-    """`baton serve`, after a handoff: whoever reads has an agent for each source, which listens, too."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", "--explain-routing", *options],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        env=environment(),
-    )
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://[0-9.]+:(\d+)", process.stdout.readline())
-        assert found is not None
-        body = json.dumps({"prompt": "a b c d " * 100, "max_tokens": 2}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{found[1]}/v1/completions", body)
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=60) as response:
-            assert response.headers["x-baton-route"] == "handoff"
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
-
-
-def test_everything_that_a_stack_opens_is_on_loopback() -> None:
-    with serving() as stack:
-        processes = descendants(stack.pid)
-        found = listeners(*processes)
-        assert len(processes) == 4
-        # API and admin port; of each worker the control port, the probes, and what UCX listens on; the reader's agent.
-        assert len(found) == 9, found
-        assert all(each.on_loopback for each in found), found
-
-
 def test_a_stack_for_other_machines_opens_the_port_of_its_api_alone() -> None:
-    with serving("--host", "0.0.0.0") as stack:
-        gateway = next(pid for pid in descendants(stack.pid) if "gateway" in Path(f"/proc/{pid}/cmdline").read_text())
-        (api,) = [each for each in listeners(*descendants(stack.pid)) if not each.on_loopback]
+    with Stack("--explain-routing", "--host", "0.0.0.0") as stack:
+        stack.hand_over()
+        processes = descendants(stack.popen.pid)
+        gateway = next(pid for pid in processes if "gateway" in Path(f"/proc/{pid}/cmdline").read_text())
+        (api,) = [each for each in listeners(*processes) if not each.on_loopback]
         assert (api.pid, api.address) == (gateway, IPv4Address("0.0.0.0"))
 
 
@@ -97,9 +64,9 @@ for number, tls in enumerate(sys.argv[1:]):
 """
 TLS: tuple[str, ...] = (
     "all",
-    "tcp",
-    "\\tcp",
-    "sm,self,tcp",
+    "tcp,cuda_copy",  # where there is a GPU, NIXL takes no list without it
+    "\\tcp,cuda_copy",
+    "sm,self,tcp,cuda_copy",
     "^tcp",
     "^\\tcp",
     "^shm,tcp",

@@ -11,7 +11,7 @@ from stack import Workers, run_forked
 
 from common.runtime.checkpoint import DEMO_FOLDER
 
-TRANSPORTS = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "tcp"}, "zmq": {}}
+TRANSPORTS = {"nixl": {}, "nixl-tcp": {"UCX_TLS": "^sm,ib"}, "zmq": {}}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

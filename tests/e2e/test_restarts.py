@@ -319,7 +319,7 @@ async def test_streams_wait_for_the_only_worker_of_a_role(checkpoint: Callable[[
         assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-async def test_a_worker_that_starts_again_loads_the_commit_that_the_others_have(
+async def test_a_worker_that_starts_again_loads_the_commit_that_the_others_have_or_ends_with_the_stack(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """However the hub's branch has moved since: with other weights all other processes would refuse it."""
@@ -341,15 +341,11 @@ async def test_a_worker_that_starts_again_loads_the_commit_that_the_others_have(
             assert await ask(session, stack.url, request | {"cache_salt": "anew"}) == expected
         await until(lambda: bool(stack.logged("decode-0 serves again")), "it does not say so", START_TIMEOUT_S)
         assert not stack.logged(second)
-
-
-def test_a_stack_ends_cleanly_while_a_process_starts_again() -> None:
-    with Stack("--prefill", "0") as stack:
-        old = stack.pid_of("-m decode_worker")
-        assert old is not None
-        os.kill(old, signal.SIGKILL)
-        wait_until(lambda: bool(stack.logged("decode-0 ended with signal SIGKILL; restart 1")), "it says nothing")
-        wait_until(lambda: stack.pid_of("-m decode_worker") is not None, "it does not come back")
+        pid = stack.pid_of("-m decode_worker")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: bool(stack.logged("decode-0 ended with signal SIGKILL; restart 2")), "it says nothing")
+        await until(lambda: stack.pid_of("-m decode_worker") is not None, "it does not come back")
         children = stack.children()
         code, log = stack.end(signal.SIGINT)
         assert code == 0, log

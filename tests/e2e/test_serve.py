@@ -1,4 +1,5 @@
-"""`baton serve` with the demo model, over HTTP: what a newcomer meets."""
+"""`baton serve` with the demo model, over HTTP: what a newcomer meets. Every script of `examples/` runs with it, as the
+README says, and does what it is there to show."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,11 +22,14 @@ import aiohttp
 import openai
 import pytest
 from served import Stack
+from sockets import descendants, listeners
 from stack import wait_until
 
 from common.runtime.checkpoint import DEMO_FOLDER
 from common.runtime.config import DEFAULTS_BY_DEVICE
 
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 MIRA = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
 EXPLAINS = "x-baton-* headers tell every client the workers' addresses"
 
@@ -93,6 +98,17 @@ def test_the_curl_that_it_prints_works_as_printed(stack: Stack) -> None:
     answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
     assert answer["choices"][0]["message"]["content"].strip() == "4817"
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_everything_that_a_stack_opens_is_on_loopback(stack: Stack) -> None:
+    """After one handoff: whoever reads has an agent for each source, which listens, too. Later tests may add agents."""
+    stack.hand_over()
+    processes = descendants(stack.popen.pid)
+    found = listeners(*processes)
+    assert len(processes) == 4
+    # API and admin port; of each worker the control port, the probes, and what UCX listens on; the reader's agent.
+    assert len(found) == 9, found
+    assert all(each.on_loopback for each in found), found
 
 
 async def test_the_openai_client_works_unchanged(stack: Stack) -> None:
@@ -309,6 +325,67 @@ async def test_the_demo_model_answers_from_its_prompt(http: aiohttp.ClientSessio
 
     right = await asyncio.gather(*(ask(draw.randint(2, 16)) for _ in range(100)))
     assert sum(right) >= 97, f"{sum(right)} of 100 right"
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, *arguments: str) -> str:
+    """Run an example to its end; what it printed."""
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_openai_client_streams_the_answer(stack: Stack) -> None:
+    answer, usage = run("openai_client.py", "--url", stack.url).splitlines()
+    assert answer.strip() == "4817"
+    assert usage.endswith(" out")
+    other = run("openai_client.py", "--url", stack.url, "The code of Ida is 3352. What is the code of Ida?")
+    assert other.splitlines()[0].strip() == "3352"
+
+
+def test_the_engine_answers_without_servers() -> None:
+    assert run("offline_engine.py").strip() == "4817"
+
+
+def test_the_load_test_measures_and_draws(stack: Stack, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    small = ("--requests", "4", "--warmup", "1", "--max-steps", "2", "--bisections", "0", "--rate", "20")
+    printed = run("load_test.py", str(folder), "--url", stack.url, *small)
+    body = json.loads((folder / "sweep.json").read_text())
+    outcomes = [point["run"]["summary"]["outcomes"] for point in body["points"]]
+    assert outcomes
+    assert all(each == {"ok": 4} for each in outcomes)
+    pictures = sorted(folder.glob("*.png"))
+    assert pictures
+    assert all(picture.read_bytes().startswith(b"\x89PNG") and str(picture) in printed for picture in pictures)
+
+
+def test_the_load_test_ends_when_nobody_answers(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "load_test.py"), str(tmp_path), "--url", "http://127.0.0.1:9"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_load_test_without_a_folder_says_how_it_is_called() -> None:
+    command = [sys.executable, str(EXAMPLES / "load_test.py"), "--rate", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "FOLDER [options" in done.stderr
+
+
+def test_every_example_is_in_the_readme_and_tested_here() -> None:
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    readme, tests = (ROOT / "README.md").read_text(), Path(__file__).read_text()
+    assert names
+    assert all(f"(examples/{name})" in readme and f'run("{name}"' in tests for name in names)
+
+
+# --- stacks of their own ---------------------------------------------------------------------------------------------
 
 
 def test_it_ends_cleanly_and_leaves_nothing() -> None:

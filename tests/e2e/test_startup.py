@@ -195,7 +195,7 @@ def test_a_gateways_occupied_port_is_one_line(taken_port: int) -> None:
 def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    line = run_to_the_end("prefill_worker", ["--model", str(tmp_path)], "fresh")
+    line = run_to_the_end("prefill_worker", ["--model", str(tmp_path)], "worker")
     assert "GPT2LMHeadModel" in line
     assert "LlamaForCausalLM" in line
 

@@ -11,7 +11,7 @@ from benchmarks.step_overhead import KINDS, in_turns, worker_options
 
 async def test_every_part_of_a_step_is_timed(tmp_path: Path) -> None:
     with Process("benchmarks.step_overhead", worker_options(llama_15m(tmp_path), 3)) as worker:
-        taken = await in_turns(worker, [2, 3], rounds=1, seconds=1.0)
+        taken = await in_turns(worker, [2, 3], rounds=1, seconds=0.4)
     assert taken.keys() == {"2", "3"}
     for kinds in taken.values():
         assert kinds.keys() == KINDS.keys()

@@ -28,7 +28,7 @@ def wire(request: pytest.FixtureRequest) -> Iterator[str]:
     """What the bytes travel over. UCX reads its variables whenever an agent is made."""
     with pytest.MonkeyPatch.context() as environment:
         if request.param == "nixl-tcp":
-            environment.setenv("UCX_TLS", "tcp")
+            environment.setenv("UCX_TLS", "^sm,ib")
         else:
             environment.delenv("UCX_TLS", raising=False)
         yield request.param
@@ -42,7 +42,7 @@ def source(wire: str) -> Iterator[SourceProcess]:
 
 
 def spawn(wire: str, seed: int = SEED) -> SourceProcess:
-    environment = {"UCX_TLS": "tcp"} if wire == "nixl-tcp" else {}
+    environment = {"UCX_TLS": "^sm,ib"} if wire == "nixl-tcp" else {}
     return SourceProcess(wire.partition("-")[0], NUM_BLOCKS, BLOCK_BYTES, seed, environment)
 
 

@@ -45,7 +45,7 @@ class Scene:
 
     def attend(self, backend: TritonBackend, batch: RaggedBatch, window: int | None = None) -> torch.Tensor:
         """The backend's."""
-        return backend.attend(self.q_THD[: batch.num_tokens], self.kv_layer, batch, window, SCALE)
+        return backend.attend(self.q_THD[: len(batch.token_ids_T)], self.kv_layer, batch, window, SCALE)
 
     def expected(self, window: int | None = None) -> torch.Tensor:
         """In float64."""

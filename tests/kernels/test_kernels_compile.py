@@ -4,37 +4,50 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from benchmarks.gpu import compiled, products
 from benchmarks.gpu.tune import MOST_STACK_BYTES
+from kernels.compile_cases import ROOT, digest
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the compiler keeps what it makes."""
-    return tmp_path_factory.mktemp("triton")
+RECORD = Path(__file__).with_name("compiled.json")
 
 
-@pytest.fixture(scope="module")
-def binaries(folder: Path) -> list[dict[str, Any]]:
-    """Of every case, compiled afresh."""
+def python(*arguments: str | Path) -> str:
+    """What Python prints beside these tests, without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(Path(__file__).with_name("compile_cases.py")), str(folder)]
-    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    figures: list[dict[str, Any]] = json.loads(made.stdout)
-    return figures
+    environment |= {"PYTHONPATH": f"{ROOT}:{RECORD.parent}"}
+    ran = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the compiler makes of every case: the committed record, if it holds, and one that is made now, if not."""
+    known: dict[str, Any] = json.loads(RECORD.read_text())
+    if known["digest"] == digest(known["files"]):
+        return known
+    made = tmp_path_factory.mktemp("kernels") / RECORD.name
+    python(RECORD.with_name("compile_cases.py"), made)
+    warnings.warn(f"{RECORD.relative_to(ROOT)} does not hold any more. Renew it: cp {made} {RECORD}", stacklevel=1)
+    new: dict[str, Any] = json.loads(made.read_text())
+    return new
+
+
+@pytest.fixture(scope="module")
+def binaries(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of every case."""
+    found: list[dict[str, Any]] = record["binaries"]
+    return found
 
 
 @pytest.mark.timeout(1200)
@@ -76,41 +89,30 @@ def test_products_have_the_tensor_cores(binaries: list[dict[str, Any]]) -> None:
             assert each["products"] == expected, each
 
 
-REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+) : i32.*?\n(.*?)\}\) : \(tensor<([\dx]+)x\w+', re.DOTALL)
-"""A reduction in Triton's language for GPUs: its axis, what it does with two elements, and the shape that it takes."""
+def num_added(binaries: list[dict[str, Any]], kernel: str, *, invariant: bool) -> set[int]:
+    """How many numbers the sums of a kernel make one."""
+    found = [each for each in binaries if (each["kernel"], each["invariant"]) == (kernel, invariant)]
+    return {num for each in found for operation, num in each["reductions"] if operation == "addf"}
 
 
-def reductions(folder: Path, kernel: str) -> list[tuple[str, int]]:
-    """Of each binary of a kernel: what it does with two elements, and how many it makes one."""
-    found = []
-    for path in folder.rglob(f"_{kernel}.ttgir"):
-        for axis, body, shape in REDUCTION.findall(path.read_text()):
-            [operation] = re.findall(r"= arith\.(\w+)", body)
-            found.append((operation, int(shape.split("x")[int(axis)])))
-    return found
-
-
-@pytest.mark.usefixtures("binaries")
-def test_a_batch_invariant_sum_has_no_order_that_a_layout_decides(folder: Path) -> None:
+def test_a_batch_invariant_sum_has_no_order_that_a_layout_decides(binaries: list[dict[str, Any]]) -> None:
     """Threads hold a tile of 16 rows in other parts than one of 128, and `tl.sum` adds the parts. Two numbers have one
     sum. The same kernels without `--batch-invariant` add all keys of a tile at once, so this would see it."""
     for kernel in ("decode", "prefill", "combine"):
-        sums = {num for operation, num in reductions(folder / "invariant", kernel) if operation == "addf"}
-        assert sums == ({1} if kernel == "combine" else {2}), kernel
-        others = {num for operation, num in reductions(folder / "others", kernel) if operation == "addf"}
-        assert max(others) >= 16, kernel
+        assert num_added(binaries, kernel, invariant=True) == ({1} if kernel == "combine" else {2}), kernel
+        assert max(num_added(binaries, kernel, invariant=False)) >= 16, kernel
 
 
-@pytest.mark.usefixtures("binaries")
-def test_whether_a_batch_invariant_sum_is_rounded_twice_is_not_left_to_the_compiler(folder: Path) -> None:
+def test_whether_a_batch_invariant_sum_is_rounded_twice_is_not_left_to_the_compiler(
+    binaries: list[dict[str, Any]],
+) -> None:
     """Of a multiplication and an addition it makes one instruction, or not, as it finds them. So the only additions are
     those of keys. Products of float32 have some of their own."""
     for kernel in ("decode", "prefill"):
-        texts = [path.read_text() for path in (folder / "invariant").rglob(f"_{kernel}.ttgir")]
-        of_16_bits = [text for text in texts if "xbf16" in text]
+        of_16_bits = [each for each in binaries if each["kernel"] == kernel and each["invariant"] and each["has_bf16"]]
         assert of_16_bits
-        for text in of_16_bits:
-            assert text.count("arith.addf") == sum("arith.addf" in body for _, body, _ in REDUCTION.findall(text))
+        for each in of_16_bits:
+            assert each["num_addf"] == sum(operation == "addf" for operation, _ in each["reductions"]), each
 
 
 @pytest.mark.parametrize("product", products.MODELS["llama-3-8b"], ids=str)
@@ -123,3 +125,27 @@ def test_no_weights_are_drawn_for_a_product_that_is_only_compiled(
     monkeypatch.setattr(torch.Tensor, "normal_", None)
     compiled._product(compiled.Case(capability=90, kernel="product", product=product))
     assert launched == [(product.outputs, product.inputs)]
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_names_every_file_that_is_imported_to_compile(record: dict[str, Any]) -> None:
+    imported = json.loads(python("-c", "import json, compile_cases; print(json.dumps(compile_cases.files()))"))
+    assert record["files"] == imported
+    assert {"common/engine/kernels/tiles.py", "common/engine/kernels/tuning.json"} < set(imported)
+
+
+def test_a_record_does_not_hold_for_another_file_or_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a.py", "b.py"]
+    for name in names:
+        (tmp_path / name).write_text("a = 1\n")
+    digests = [digest(names, tmp_path)]
+    (tmp_path / "b.py").write_text("a = 2\n")
+    digests.append(digest(names, tmp_path))
+    (tmp_path / "b.py").unlink()
+    digests.append(digest(names, tmp_path))
+    for module in (triton, torch):
+        monkeypatch.setattr(module, "__version__", "0")
+        digests.append(digest(names, tmp_path))
+    assert len(set(digests)) == len(digests) == 5

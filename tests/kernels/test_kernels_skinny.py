@@ -147,7 +147,7 @@ def test_before_it_is_timed_a_product_is_compared_with_torchs(
 
 def test_without_a_table_every_multiprocessor_has_a_program() -> None:
     for num_columns in (17, 4096, 14336):
-        tiling = SkinnyTiling.untuned(num_columns, 132)
+        tiling = products.untuned(num_columns, 132)
         programs = -(-num_columns // tiling.columns)
         assert programs * tiling.splits >= 132
         assert tiling.splits == 1 or programs * (tiling.splits - 1) < 132

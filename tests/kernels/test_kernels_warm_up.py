@@ -203,7 +203,7 @@ def test_a_batch_invariant_warm_up_takes_no_more_memory_than_a_step(
     recorder.compiled.clear()
     config, cache = executor.decoder.own_config, executor.cache
     for batch in decode_batches(num_blocks, BLOCK_SIZE, longest, CPU):
-        q_THD = cache.blocks.new_zeros(batch.num_tokens, config.num_heads, config.head_dim)
+        q_THD = cache.blocks.new_zeros(len(batch.token_ids_T), config.num_heads, config.head_dim)
         backend.attend(q_THD, cache.layer(0), batch, config.windows[0], 1.0)
     assert recorder.compiled <= warmed
     decodes = [dict(part[:2] for part in each[1:]) for each in recorder.compiled if each[0] == "_decode"]
@@ -231,4 +231,4 @@ def test_batches_of_decode_tokens_reach_from_one_to_all_that_fit() -> None:
     assert {max(each.seq_lens) for each in batches} == {16, 24, 32, 48, 64, 70}
     assert {max(each.seq_lens) for each in decode_batches(2, 4, 70, CPU)} == {8}
     for each in batches:
-        assert each.num_tokens == len(each.query_lens) == len(each.seq_lens) == len(each.seq_lens_B)
+        assert len(each.token_ids_T) == len(each.query_lens) == len(each.seq_lens) == len(each.seq_lens_B)

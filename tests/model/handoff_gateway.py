@@ -86,7 +86,7 @@ class Gateway:
             if self.num_attempts == self.world.bounds.attempts:
                 self.waiting.remove(want)
                 self.excused = True
-                self.do(self.flow.fail(Cause.WORKER_LOST, "tried often enough"))
+                self.do(self.flow.fail(Fail(Cause.WORKER_LOST, "tried often enough")))
             else:
                 self.place(want)
 

@@ -122,7 +122,7 @@ _WELCOME = Welcome(
 
 def slices_in(work: PlannedStep) -> list[Slice]:
     """What a step computes: its decodes and its slices."""
-    return [*slices_of(work.decodes), *work.slices]
+    return [*slices_of(work.decodes, work.plan), *work.slices]
 
 
 # --- the worker ----------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Worker:
             for position in range(each.start, each.start + len(each.token_ids)):
                 block, slot = each.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
                 self.memory[block] = (*self.memory[block][:slot], position, *self.memory[block][slot + 1 :])
-        decoded = [token(sample.position) for each in slices_of(work.decodes) for sample in each.samples]
+        decoded = [token(sample.position) for each in slices_of(work.decodes, work.plan) for sample in each.samples]
         result = StepResult(
             outcomes=[tuple(SampledToken(token(sample.position)) for sample in each.samples) for each in work.slices],
             scores=[TokenScores() for _ in work.slices],
@@ -276,11 +276,7 @@ class Worker:
     def revoke(self) -> None:
         """A reservation is taken back for a moment, as for a request of a higher tier."""
         [request, *_] = self._revocable()
-        step = Step()
-        self.core.scheduler.preemption.preempt(request, step, 0.0)
-        for each in step.revoked:
-            assert each.pull is not None
-            each.pull.revoke()
+        self.core.scheduler.preemption.preempt(request, Step(), 0.0)
         self._happens(Ticked())
 
     # --- carrying out --------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from common.engine.block_pool import BlockPool
 from common.scheduling.costs import Costs
 from decode_worker.columns import DecodeColumns
 from decode_worker.policy import Policy
-from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, RequestState
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculation import DraftPlan
 from decode_worker.step import Step
@@ -264,11 +264,9 @@ class Traffic:
     def unread(self, request: DecodeRequest) -> bool:
         return request.pull is not None and request.pull.revocable
 
-    def take_revoked(self, step: Step) -> None:
+    def take_revoked(self) -> None:
         """Their blocks are others' now: should one of them be read into, that would show."""
-        for request in step.revoked:
-            assert request.pull is not None
-            request.pull.revoke()
+        for request in [each for each in self.pulling if each.state is RequestState.WAITING]:
             del self.pulling[request]
             self.waiting.append(request)
 
@@ -341,7 +339,7 @@ class Traffic:
         before = self.in_flight[0].step if self.in_flight else None
         may_draft = self.pick([True, True, False])
         step = self.scheduler.schedule(self.now, before, may_draft=may_draft)
-        self.take_revoked(step)
+        self.take_revoked()
         self.sort_out_local()
         if step.drafts:
             assert may_draft
@@ -397,7 +395,7 @@ class Traffic:
         if not step.decodes:
             return []
         decodes = [] if before is None else before.decodes
-        slices = slices_of(self.columns.decoding(step.decodes, decodes, step.drafts).decodes)
+        slices = slices_of(self.columns.decoding(step.decodes, decodes, step.drafts).decodes, step)
         self.columns.check_invariants()
         for each, expected in zip(slices, decode_slices(step.decodes, decodes, step.drafts), strict=True):
             assert list(each.block_table[: len(expected.block_table)]) == list(expected.block_table)

@@ -522,8 +522,8 @@ class World:
         placement: Any = self.gateway.placement
         holds = placement._holds
 
-        def counted(want: Any, ask: Any, takers: Any) -> bool:
-            held = bool(holds(want, ask, takers))
+        def counted(ask: Any, takers: Any) -> bool:
+            held = bool(holds(ask, takers))
             told = any(worker.load is not None for worker in self.registry.table.views(takers))
             self.count["held by full workers"] += held and told
             return held
@@ -841,8 +841,8 @@ class World:
             return
         placement: Any = self.gateway.placement
         for want, request in placement.waiting._requests.items():
-            takers = placement._router.takers(RouterAsk.of(want, fingerprint=request.fingerprint))
-            assert not want.admitted or not len(takers), f"{request.flow.story} could go on"
+            takers = placement._router.takers(RouterAsk.of(want, request.flow, fingerprint=request.fingerprint))
+            assert not request.flow.admitted or not len(takers), f"{request.flow.story} could go on"
 
     def check(self) -> None:
         """What holds between any two events."""

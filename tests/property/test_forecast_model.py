@@ -74,7 +74,7 @@ class ForecastMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.growing)))
         since, num_private, _ = self.growing[key]
         self.growing[key] = since, num_private, self.step + num_steps
-        self.forecast.postpone(key, self.step + num_steps)
+        self.forecast.move(key, self.step + num_steps)
 
     @precondition(lambda self: self.growing)
     @rule(data=st.data(), num_tokens=st.integers(1, 15))
@@ -84,7 +84,7 @@ class ForecastMachine(RuleBasedStateMachine):
         since, num_private, end = self.growing[key]
         end = max(end - num_tokens, self.step + 1)
         self.growing[key] = since, num_private + Fraction(num_tokens, self.block_size), end
-        self.forecast.hurry(key, num_tokens, end)
+        self.forecast.move(key, end, num_tokens)
 
     @precondition(lambda self: self.growing)
     @rule(data=st.data(), num_private=st.integers(0, 20))
@@ -141,6 +141,14 @@ class ForecastMachine(RuleBasedStateMachine):
 
 ForecastMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 TestForecast = ForecastMachine.TestCase
+
+
+def test_blocks_that_a_sequence_has_grown_by_drafts_come_back_when_it_ends() -> None:
+    forecast: Forecast[str] = Forecast(4)
+    forecast.put("drafted", step=0, end_step=5, num_private=0)
+    forecast.put("long", step=0, end_step=40, num_private=0)
+    forecast.move("drafted", 1, 4)
+    assert forecast.peak(0, 1) == 1 + 40 / 4 - 1
 
 
 @given(

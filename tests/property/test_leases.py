@@ -74,7 +74,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = LeaseTable(unattached_ttl_s=TTL_S, checksums=True)
+        self.table = LeaseTable(unattached_ttl_s=TTL_S, checksum=lambda blocks: [-block % 2**32 for block in blocks])
         self.now = 0.0
         self.held: dict[RequestId, Held] = {}
         self.waiting: set[tuple[Incarnation, RequestKey]] = set()
@@ -328,13 +328,12 @@ class LeaseMachine(RuleBasedStateMachine):
                 self.check([answer])
             return
         blocks = self.fresh(num)
-        sums = [-block % 2**32 for block in blocks]
         deadline = self.now + LENT_S
         self.held[request] = Held(
             key, blocks, deadline, self.now, num_ready=num, complete=True, sink=sink, opened_attempt=attempt, lent=True
         )
         self.reading.add((sink, key))
-        self.check(self.table.lend(key, blocks, sink, deadline, self.now, sums))
+        self.check(self.table.lend(key, blocks, sink, deadline, self.now))
         waiting = {(other, waits) for other, waits in self.waiting if waits.request == request}
         assert waiting == {(sink, key)}, "waits for a request that cannot come"
 

@@ -62,7 +62,8 @@ class Traffic:
         self.here: list[PrefillRequest] = []
         """Requests that have neither finished nor been removed."""
         self.leases: dict[RequestKey, tuple[PrefillRequest, list[int]]] = {}
-        self.on_hold: list[PrefillRequest] = []
+        self.on_hold: dict[PrefillRequest, float] = {}
+        """Requests whose prefix is being fetched, and when it is expected."""
         self.reads: list[list[int]] = []
         """Blocks that a read, abandoned but not ended, may still write to; it has a reference on each."""
         self.runs_ahead = data.draw(st.booleans(), label="runs ahead")
@@ -126,6 +127,7 @@ class Traffic:
         first = self.first_that_nothing_keeps_waiting()
         admitted = self.scheduler.admit(self.now)
         assert first is None or first in admitted, "a prompt waits, and nobody knows why"
+        asked = False
         for request in admitted:
             assert len(request.block_table) == self.scheduler.blocks_for(request)
             assert len(set(request.block_table)) == len(request.block_table)
@@ -144,17 +146,19 @@ class Traffic:
             tiers.add(request.tier)
             num_coming = self.expected_pull(request, request.num_computed, self.now)
             request.prefix_tried = True
+            asked = asked or num_coming > 0
             if num_coming and self.data.draw(st.sampled_from([True, True, False]), label="fetch more"):
-                self.scheduler.hold(request, num_coming)
-                self.on_hold.append(request)
+                expected_by = self.now + self.data.draw(st.sampled_from([0.5, 1e6]), label="seconds to fetch it")
+                self.scheduler.hold(request, num_coming, expected_by)
+                self.on_hold[request] = expected_by
             else:
                 self.open_lease(request)
         assert all(request.num_passed <= MAX_PASSED for request in self.here)
         self.num_passed += any(request.num_passed for request in self.here)
         self.num_missing += self.scheduler.blocks_missing(self.now)
         self.num_waits += self.anybody_waits_for_another()
-        if any(request in self.on_hold for request in admitted):
-            self.admit()  # they are in nobody's way
+        if asked:
+            self.admit()  # it was not known who is put on hold, and who is computed
         else:
             assert self.scheduler.admit(self.now) == [], "somebody was left out"
 
@@ -164,7 +168,7 @@ class Traffic:
         computed = [request for request in self.here if request.block_table and request not in self.on_hold]
         num_left, num_held = (
             sum(min(len(each.token_ids) - each.num_computed, self.chunk_size) for each in prompts)
-            for prompts in (computed, self.on_hold)
+            for prompts in (computed, [each for each, until in self.on_hold.items() if self.now < until])
         )
         for request in self.scheduler.waiting.first(self.now):
             cached = request.cached(self.pool, BLOCK_SIZE)
@@ -206,7 +210,7 @@ class Traffic:
     def end(self, request: PrefillRequest) -> None:
         self.here.remove(request)
         if request in self.on_hold:
-            self.on_hold.remove(request)
+            del self.on_hold[request]
             self.abandon_read(request)
         self.scheduler.remove(request)
         if request.key in self.leases:
@@ -231,8 +235,14 @@ class Traffic:
 
     # --- prefixes from elsewhere ---------------------------------------------------------------------------------
 
+    def fetched(self) -> PrefillRequest:
+        """One that was on hold."""
+        request = self.data.draw(st.sampled_from(list(self.on_hold)))
+        del self.on_hold[request]
+        return request
+
     def resume(self) -> None:
-        request = self.on_hold.pop(self.data.draw(st.integers(0, len(self.on_hold) - 1)))
+        request = self.fetched()
         most = (len(request.token_ids) - 1) // BLOCK_SIZE
         num_blocks = self.data.draw(st.integers(request.num_computed // BLOCK_SIZE, most))
         self.write(request, request.block_table, request.num_computed, num_blocks * BLOCK_SIZE)
@@ -240,7 +250,7 @@ class Traffic:
         self.open_lease(request)
 
     def give_up(self) -> None:
-        request = self.on_hold.pop(self.data.draw(st.integers(0, len(self.on_hold) - 1)))
+        request = self.fetched()
         if self.data.draw(st.booleans(), label="the read goes on"):
             self.abandon_read(request)
             self.scheduler.requeue(request)

@@ -78,23 +78,16 @@ class RoutingMachine(RuleBasedStateMachine):
     @initialize(
         colocated=st.booleans(),
         local_prefill_tokens=st.sampled_from((0, 16, 64, 1000)),
-        in_turn=st.sampled_from((False, False, False, True)),
         profiles=st.sampled_from(({}, {DECODE[0]: Profile.LATENCY})),
     )
-    def begin(self, colocated: bool, local_prefill_tokens: int, in_turn: bool, profiles: dict[str, Profile]) -> None:
+    def begin(self, colocated: bool, local_prefill_tokens: int, profiles: dict[str, Profile]) -> None:
         self.profiles = profiles
         self.now = 0.0
         self.number = 0
         self.given: list[tuple[WorkerLife, Given]] = []
         self.local_prefill_tokens = local_prefill_tokens
-        self.turn = 0 if in_turn else None
         self.registry = Registry(() if colocated else PREFILL, DECODE, "c", stall_s=STALL_S)
-        self.router = Router(
-            self.registry,
-            local_prefill_tokens=local_prefill_tokens,
-            routing="round_robin" if in_turn else "expected",
-            targets=TARGETS,
-        )
+        self.router = Router(self.registry, local_prefill_tokens=local_prefill_tokens, targets=TARGETS)
         for address in tuple(self.registry.workers):
             profile = self.profiles.get(address, Profile.THROUGHPUT)
             self.registry.opened(address, self.life(), self.welcome(ROLES[address], OLD, 10_000, profile), self.now)
@@ -280,11 +273,8 @@ class RoutingMachine(RuleBasedStateMachine):
             cached,
             self.router.paths,
             local_prefill_tokens=self.local_prefill_tokens,
-            turn=None if self.turn is None else self.turn + 1,
             targets=TARGETS,
         )
-        if self.turn is not None and expected is not None:
-            self.turn += 1
         assert self.router.choose(ask, cached) == expected
 
         takers = self.router.takers(ask)

@@ -143,14 +143,13 @@ async def test_a_foreign_page(headers: dict[str, str], method: str) -> None:
 async def test_every_error_is_json() -> None:
     dispatcher = FakeDispatcher()
     async with admin(dispatcher) as (url, session):
-        for method, path, body, status in [
-            ("GET", "/", b"", 404),
-            ("POST", "/workers", b"", 405),
-            ("GET", f"/workers/{WORKER}/drain", b"", 405),
-            ("POST", "/workers/nobody:1/drain", b"", 404),
-            ("POST", f"/workers/{WORKER}/drain", b"x" * 2**17, 413),
+        for method, path, status in [
+            ("GET", "/", 404),
+            ("POST", "/workers", 405),
+            ("GET", f"/workers/{WORKER}/drain", 405),
+            ("POST", "/workers/nobody:1/drain", 404),
         ]:
-            async with session.request(method, url + path, data=body) as response:
+            async with session.request(method, url + path) as response:
                 assert response.status == status
                 answer = await response.json()
                 assert set(answer["error"]) == {"message", "type", "param", "code"}

@@ -61,9 +61,9 @@ def test_an_entry_with_everything(file: Path) -> None:
     file.write_text(entry("alice", KEY, *more) + entry("bob", "other"))
     alice, bob = read_keys(file)
     assert (alice.requests_per_minute, alice.tokens_per_minute, alice.max_concurrency) == (600, 100_000, 8)
-    assert (alice.own_tenant, alice.tenant_from_header, alice.tiers) == ("team a", True, ["standard", "batch"])
+    assert (alice.tenant, alice.tenant_from_header, alice.tiers) == ("team a", True, ["standard", "batch"])
     assert (bob.requests_per_minute, bob.tokens_per_minute, bob.max_concurrency, bob.tiers) == (None,) * 4
-    assert (bob.own_tenant, bob.tenant_from_header) == ("bob", False)
+    assert (bob.tenant, bob.tenant_from_header) == (None, False)
 
 
 @pytest.mark.parametrize(

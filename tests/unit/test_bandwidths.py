@@ -57,6 +57,7 @@ def test_gpus_of_one_host_that_do_not_use_cuda_ipc_are_warned_of(
     observe(Bandwidths(device), route)
     lines = [record.getMessage() for record in caplog.records if "and not by cuda_ipc" in record.getMessage()]
     assert len(lines) == said
+    assert all("CUDA_VISIBLE_DEVICES may differ" in line for line in lines)
 
 
 def test_as_many_sources_are_remembered_as_were_read_from_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,19 @@ async def test_a_prefill_worker_is_taken_if_the_others_do_not_take_the_prompt(wh
     await bench.close()
 
 
+async def test_a_decode_worker_that_has_just_failed_a_request_does_not_get_it_instead() -> None:
+    """The other one is back in a moment, as a rule; the same fault would come again at once."""
+    bench = Bench((), (D, D2))
+    bench.say(D, heartbeat())
+    bench.say(D2, heartbeat(used=50))
+    key, _ = await bench.request()
+    assert set(bench.work[key]) == {D}
+    bench.dispatcher.links.on_broken(bench.link(D2))
+    bench.fail(D, key, Cause.INTERNAL)
+    assert set(bench.newest(key)[1]) == {D2}
+    await bench.close()
+
+
 async def test_a_gateway_knows_at_once_that_a_connection_has_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
     worker = Worker(monotonic, PATIENT, FINGERPRINT, 0, True, "127.0.0.1", None)

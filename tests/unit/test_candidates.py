@@ -17,7 +17,6 @@ from gateway.dispatch.ask import Ask
 from gateway.dispatch.leaving import Leaving
 from gateway.dispatch.router import Handoff, Local, LocalPrefill, Rebind, Route, Router
 from gateway.serving.choice import Choice
-from gateway.serving.flow_actions import Want
 from gateway.workers.registry import Registry
 from gateway.workers.worker_view import Given
 
@@ -35,16 +34,10 @@ class Pool:
         self.router = Router(self.registry)
         self.leaving = Leaving(self.registry, self.router)
 
-    def route(self, **wanted: Any) -> Route | None:
-        """The route of a request."""
-        want = self.want(**wanted)
-        if want.offer is None:
-            return self.router.choose(Ask.of(want), {})
-        return self.router.rebind(want.offer.life, Ask.of(want), {})
-
-    def hope(self, want: Want, fingerprint: Fingerprint | None = None) -> bool:
-        """Whether somebody may take it, now or later."""
-        return self.router.hope(Ask.of(want, fingerprint=fingerprint))
+    def route(self, *, offer: bool = False, **wanted: Any) -> Route | None:
+        """The route of a request, or of an offer that stands."""
+        ask = self.ask(**wanted)
+        return self.router.rebind(life(P), ask, {}) if offer else self.router.choose(ask, {})
 
     def choose(self, **wanted: Any) -> tuple[str, ...] | None:
         """Where a request would go."""
@@ -55,25 +48,27 @@ class Pool:
                 return (decode.address,)
         return None
 
-    def want(
+    def ask(
         self,
         *,
         avoid: Sequence[str] = (),
         too_small: Sequence[str] = (),
-        offer: bool = False,
         admitted: bool = True,
-        most_tokens: int = 0,
-    ) -> Want:
+        most_tokens: int = 100,
+        fingerprint: Fingerprint | None = None,
+    ) -> Ask:
+        """What a request asks for that has lost its decode worker."""
         run = Run()
         run.lose(D)
-        return replace(
+        run.flow.admitted = admitted
+        generation = run.flow.generation
+        generation.sampling = replace(generation.sampling, max_tokens=most_tokens - len(generation.token_ids))
+        want = replace(
             run.want,
             avoid=frozenset(life(each) for each in avoid),
             too_small=frozenset(life(each) for each in too_small),
-            offer=run.want.offer if offer else None,
-            admitted=admitted,
-            most_tokens=most_tokens,
         )
+        return Ask.of(want, run.flow, fingerprint=fingerprint)
 
 
 # --- those that have failed ------------------------------------------------------------------------------------------
@@ -214,14 +209,14 @@ def test_a_worker_that_refuses_since_it_leaves_is_not_usable_until_it_says_other
 
 def test_there_is_hope_as_long_as_somebody_is_there_who_can_hold_it() -> None:
     pool = Sizes()
-    want = pool.want(too_small=(D, D3), most_tokens=150)
-    assert pool.hope(want)
+    ask = pool.ask(too_small=(D, D3), most_tokens=150)
+    assert pool.router.hope(ask)
     pool.registry.declined(D2)
-    assert len(pool.router.takers(Ask.of(want))) == 0
-    assert pool.hope(want), "it may serve again"
-    assert pool.router.all_too_small(Ask.of(want))
+    assert len(pool.router.takers(ask)) == 0
+    assert pool.router.hope(ask), "it may serve again"
+    assert pool.router.all_too_small(ask)
     pool.registry.lost(D2)
-    assert not pool.hope(want)
+    assert not pool.router.hope(ask)
 
 
 def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
@@ -229,8 +224,8 @@ def test_there_is_no_hope_in_a_draining_worker_of_another_fingerprint() -> None:
     [worker] = pool.registry.usable(Role.DECODE)
     assert worker.welcome is not None
     pool.registry.declined(D)
-    assert pool.hope(pool.want(), worker.welcome.fingerprint)
-    assert not pool.hope(pool.want(), replace(worker.welcome.fingerprint, weights_hash="other"))
+    assert pool.router.hope(pool.ask(fingerprint=worker.welcome.fingerprint))
+    assert not pool.router.hope(pool.ask(fingerprint=replace(worker.welcome.fingerprint, weights_hash="other")))
 
 
 # --- refuges ---------------------------------------------------------------------------------------------------------

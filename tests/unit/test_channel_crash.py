@@ -238,14 +238,14 @@ async def test_a_client_whose_connection_breaks_and_that_stays_away_is_lost(net:
         raw.setsockopt(zmq.IDENTITY, me.encode())
         raw.connect(f"tcp://127.0.0.1:{worker.port}")
         await raw.send(encode(me, [Hello(role=Role.GATEWAY, fingerprint=None, open_requests=())]))
-        await worker.events.until(lambda: me in worker.server.peers)
+        await worker.events.until(lambda: me in worker.peers)
     finally:
         context.destroy(linger=0)
     async with asyncio.timeout(WAIT_S):
         while not worker.lost:
             worker.server.send(me, tokens(1))
             await asyncio.sleep(0.001)
-    assert (worker.lost, worker.server.peers, worker.server.traffic.sessions_lost) == ([me], (), 1)
+    assert (worker.lost, worker.peers, worker.server.traffic.sessions_lost) == ([me], (), 1)
     assert net.clock.now_s == 0.0, "no silence was waited for"
 
 
@@ -412,6 +412,23 @@ async def test_a_loop_whose_every_turn_is_long_judges_a_connection_too(monkeypat
         assert not judged.is_set()
         await time_passes(clock, 0.3)
     assert judged.is_set()
+
+
+@pytest.mark.parametrize(("timeout_s", "turn_s"), [(1.5, 0.25), (0.2, 0.05)], ids=["long turns", "a short timeout"])
+async def test_a_broken_connection_is_not_judged_by_silence_first(
+    net: Net, monkeypatch: pytest.MonkeyPatch, timeout_s: float, turn_s: float
+) -> None:
+    """A gateway that took a crash for silence would suspect no request of it."""
+    worker, clock = net.raw_worker(), StandingClock()
+    clock.now = asyncio.get_running_loop().time()
+    client = net.client(worker.address, Pulse(interval_s=timeout_s / 6, timeout_s=timeout_s), clock=clock)
+    await worker.accept(client)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "time", clock)
+        client.link._on_broken()
+        for _ in range(ends._MAX_LOOKS):
+            await time_passes(clock, turn_s)
+    assert client.losses[:1] == [("its connection broke, and nobody answers", True)]
 
 
 # --- a worker that does not hear us ------------------------------------------------------------------------------

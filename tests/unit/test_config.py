@@ -197,7 +197,6 @@ BAD = [
     ("gateway", "tenant-header", "X-Tenant\n"),
     ("gateway", "local-prefill-tokens", "-1"),
     ("gateway", "prefix-index-names", "1023"),
-    ("gateway", "routing", "random"),
     ("gateway", "interactive-limit-s", "-1"),
     ("serve", "prefill", "-1"),
     ("serve", "decode", "65"),

@@ -128,37 +128,6 @@ async def test_connections_beyond_the_bound_are_turned_away() -> None:
         await _until_open(server, 0)
 
 
-@pytest.mark.parametrize("absent", [(socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")])
-async def test_addresses_of_a_name_that_this_machine_lacks_are_left_out(
-    absent: tuple[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As IPv6's of `localhost` where there is no IPv6."""
-    found: list[tuple[int, str]] = []
-
-    async def look_up(host: str, port: int, **_: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-        return [(family, socket.SOCK_STREAM, 0, "", (address, port)) for family, address in found]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-    runner = web.AppRunner(web.Application())
-    await runner.setup()
-    here = (socket.AF_INET, "127.0.0.1")
-    listener, alone, beside = (Listener(runner, ConnectionBounds()) for _ in range(3))
-    try:
-        found[:] = [absent, here]
-        await listener.bind("localhost", 0)
-        _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-        writer.close()
-        with pytest.raises(OSError, match="in use"):
-            await beside.bind("localhost", listener.port)
-        found[:] = [absent]
-        with pytest.raises(OSError, match=r"Cannot assign requested address|family not supported"):
-            await alone.bind("localhost", 0)
-    finally:
-        for each in (listener, alone, beside):
-            await each.close()
-        await runner.cleanup()
-
-
 async def test_once_late_heads_are_given_up_there_is_room_again() -> None:
     bounds = ConnectionBounds(max_connections=3, header_timeout_s=10)
     async with serve(ScriptedGenerator(), bounds=bounds) as server:
@@ -794,7 +763,7 @@ async def test_a_client_whose_machine_is_silent_is_probed() -> None:
     await runner.setup()
     listener = Listener(runner, ConnectionBounds())
     try:
-        await listener.bind("127.0.0.1", 0)
+        listener.listen(socket.create_server(("127.0.0.1", 0)))
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(HEALTH)
         assert (await _answer(reader))[0] == 200

@@ -113,7 +113,8 @@ class Driven:
 
     def end(self, work: PlannedStep, between_s: float = 0.0) -> list[Action]:
         """Compute a step, after a pause; what follows from its end."""
-        result = self.engine.execute(work.slices, work.copies, work.swap_outs, work.swap_ins, work.decodes)
+        swaps = work.swap_outs, work.swap_ins
+        result = self.engine.execute(work.slices, work.copies, *swaps, work.decodes, None, work.plan)
         return self.handle(StepEnded(work, replace(result, between_s=between_s), ()))
 
 

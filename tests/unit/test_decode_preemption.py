@@ -9,7 +9,8 @@ from common.contract.ids import LeaseId
 from common.contract.messages.handoff import BlocksReady
 from common.contract.tiers import Tier
 from common.scheduling.costs import Costs
-from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, RequestState
+from kv_transfer.pull import PullState
 
 INTERACTIVE, STANDARD, BATCH = Tier
 CHEAP_SWAP = Costs(prefill_s_per_token=1.0, swap_s_per_block=1e-6)
@@ -112,11 +113,9 @@ def test_a_reservation_that_nothing_was_read_into_gives_way_to_older_sequences()
     newer = unread("newer", 12)
     reserve(bench, newer)
     while not bench.scheduler.preemption.num_revoked:
-        step = bench.begin_step()
-        bench.end_step(step)
-    assert step.revoked == [newer]
+        bench.end_step(bench.begin_step())
     assert newer.pull is not None
-    newer.pull.revoke()
+    assert (newer.state, newer.pull.state) == (RequestState.WAITING, PullState.OFFERED)
     del bench.pulling["newer"]
     assert (older.stage, bench.num_preemptions) == (ChoiceStage.RUNNING, 0)
     assert (bench.scheduler.num_waiting, len(bench.scheduler.entrance.reserved)) == (1, 0)
@@ -133,9 +132,8 @@ def test_a_reservation_of_a_lower_tier_gives_way_to_a_request_that_waits() -> No
     assert bench.reserve(request("high", 12, tier=INTERACTIVE)) == []
     assert bench.scheduler.has_work, "though nothing is computed: the worker must not go to sleep"
     step = bench.begin_step()
-    assert step.revoked == [low]
     assert low.pull is not None
-    low.pull.revoke()
+    assert (low.state, low.pull.state) == (RequestState.WAITING, PullState.OFFERED)
     del bench.pulling["low"]
     bench.end_step(step)
     assert bench.reserve() == ["high"]

@@ -479,13 +479,6 @@ async def test_what_a_worker_has_told_ends_with_its_session(restarted: bool) -> 
     await bench.close()
 
 
-async def test_in_turn_nothing_that_is_cached_counts() -> None:
-    bench = Bench(routing="round_robin")
-    bench.holds(D, HELD)
-    assert bench.hint(await bench.whole(PROMPT_2, (1, 2))) is None
-    await bench.close()
-
-
 # --- admission -------------------------------------------------------------------------------------------------------
 
 

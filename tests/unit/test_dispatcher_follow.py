@@ -170,7 +170,7 @@ async def test_what_links_count_is_told_and_kept_when_a_worker_is_forgotten() ->
         made.follow(made.endpoint(first), made.endpoint(second))
         await eventually(lambda: len(made.usable()) == 2)
         assert made.counted("resyncs") == made.counted("frames_refused") == 0
-        (gateway,) = first.server.peers
+        (gateway,) = first.server._sessions
         assert first.server._send_now(gateway, b"\xc1")
         first.server._send_control(gateway, HelloRequired())
         await eventually(lambda: made.counted("resyncs") == 1)
@@ -190,7 +190,7 @@ async def test_one_that_is_not_listed_any_more_may_refuse_within_its_session() -
         await eventually(lambda: len(made.usable()) == 1)
         made.follow(made.endpoint(second))
         await eventually(lambda: made.usable() == {made.addresses[second]})
-        (gateway,) = first.server.peers
+        (gateway,) = first.server._sessions
         first.server._send_control(gateway, HelloRefused(cause=Cause.CAPACITY, message="full"))
         await eventually(lambda: made.addresses[first] not in made.registry.workers)
         await made.ask()

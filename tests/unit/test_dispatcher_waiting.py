@@ -344,6 +344,26 @@ async def test_room_where_the_connection_has_broken_sends_nobody_to_a_full_worke
     assert num_back == PLACES, "its room counts again"
 
 
+@pytest.mark.parametrize("broken", [False, True])
+async def test_room_where_a_stream_has_just_failed_does_not_send_it_to_a_full_worker(make: Any, broken: bool) -> None:
+    """It waits for the one that comes back, as if the worker that it avoids were full, too."""
+    bench = make(decode=(D, D2, D3))
+    bench.lose(D2)
+    bench.lose(D3)
+    ((key, _),) = await streams(bench, 1)
+    come_back(bench, D2)
+    bench.say(D2, replace(heartbeat(), places=PLACES, sequences=(0, PLACES, 0), running=PLACES))
+    if broken:
+        bench.dispatcher.links.on_broken(bench.link(D2))
+    bench.say(D, replace(heartbeat(), places=PLACES))
+    bench.fail(D, key, Cause.INTERNAL)
+    await placed(bench)
+    assert (decodes(bench, D), decodes(bench, D2)) == (1, 0)
+    come_back(bench, D3)
+    await placed(bench)
+    assert set(bench.newest(key)[1]) == {D3}
+
+
 @either_way_lost
 async def test_those_that_wait_for_a_worker_that_stays_away_go_on_after_a_while(
     make: Any, time: Time, crashed: bool

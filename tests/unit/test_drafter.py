@@ -65,7 +65,6 @@ def planned(nums: list[int]) -> tuple[Decodes, Drafting]:
     ]
     tables = [list(range(10 * index, 10 * index + 8)) for index in range(len(TEXTS))]
     decodes = Decodes(
-        sequences=(),
         token_ids_D=np.array([0 if place else TEXTS[index][-1] for index, place in firsts], np.int64),
         positions_D=np.array([len(TEXTS[index]) - 1 + place for index, place in firsts], np.int64),
         num_blocks_D=np.full(len(firsts), 8),

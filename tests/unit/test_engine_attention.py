@@ -37,7 +37,7 @@ def make(
     for layer in range(3):
         cache.layer(layer).normal_(generator=generator)
     batch = Rows.of(slices, block_size).on(CPU)
-    q_THD = torch.randn(batch.num_tokens, num_kv_heads * group, HEAD_DIM, generator=generator)
+    q_THD = torch.randn(len(batch.token_ids_T), num_kv_heads * group, HEAD_DIM, generator=generator)
     return q_THD.to(cache.layer(0).dtype), cache, batch
 
 

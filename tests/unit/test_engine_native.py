@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from native_builds import EMULATED_TILES, build
+from native_builds import EMULATED_TILES, build, folder_of_run
 from needs import require
 
 from common.contract.sampling import SamplingParams
@@ -27,7 +27,7 @@ from common.engine.backend import PlainProducts, TorchBackend
 from common.engine.batch import Sample, Samples, Slice
 from common.engine.draw import draw, random_numbers
 from common.engine.linear import Linear
-from common.engine.native import Kernels
+from common.engine.native import Kernels, library
 from common.engine.native.backend import NativeBackend
 from common.engine.native.packing import pack, pack_pairs
 from common.engine.ragged import Rows
@@ -44,7 +44,7 @@ TOLERANCE = 1e-5
 def kernels() -> Kernels:
     """The kernels of this CPU, which widen bf16 also if it has instructions for it."""
     require("compiler")
-    found = native._load()
+    found = Kernels(library.load())
     found.multiplies_pairs = False
     return found
 
@@ -64,13 +64,13 @@ def tiled(request: pytest.FixtureRequest, kernels: Kernels, large: Kernels) -> K
 @pytest.fixture(scope="module")
 def emulating(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The kernels with AMX, whose instructions are emulated."""
-    return build(tmp_path_factory.mktemp("tiles"), EMULATED_TILES)
+    return build(folder_of_run(tmp_path_factory), EMULATED_TILES)
 
 
 @pytest.fixture(scope="module", params=["of this CPU", "large", "emulated AMX"])
 def pairing(request: pytest.FixtureRequest, kernels: Kernels, large: Kernels, emulating: Kernels) -> Kernels:
     """Kernels that multiply bf16 in pairs, with instructions for them or without."""
-    found = {"of this CPU": native._load(), "large": large, "emulated AMX": emulating}[request.param]
+    found = {"of this CPU": Kernels(library.load()), "large": large, "emulated AMX": emulating}[request.param]
     found.multiplies_pairs = True
     return found
 
@@ -595,7 +595,7 @@ def test_slices_of_one_token_and_of_many(kernels: Kernels, lengths: tuple[int, .
     ]
     batch = Rows.of(slices, 16).on(CPU)
     layer = torch.randn(20, 2, 2, 16, 32)
-    q = torch.randn(batch.num_tokens, 6, 32)
+    q = torch.randn(len(batch.token_ids_T), 6, 32)
     for window in (None, 7):
         ours = NativeBackend(kernels).attend(q, layer, batch, window, 0.2)
         theirs = TorchBackend().attend(q, layer, batch, window, 0.2)
@@ -952,7 +952,7 @@ def test_a_cache_that_holds_no_library_is_done_without(
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    made = native._load()
+    made = Kernels(library.load())
     x, weight = torch.randn(3, 64), torch.randn(32, 64)
     expected = x.double() @ weight.double().T
     assert (made.linear(x, pack(weight), None, 32).double() - expected).norm() < 1e-5 * expected.norm()
@@ -965,7 +965,7 @@ def test_a_cpu_without_avx_has_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     """As virtual machines without a model of a CPU have it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    made = native._load()
+    made = Kernels(library.load())
     x, weight = torch.randn(3, 64), torch.randn(32, 64)
     expected = x.double() @ weight.double().T
     assert (made.linear(x, pack(weight), None, 32).double() - expected).norm() < 1e-5 * expected.norm()
@@ -978,10 +978,10 @@ def test_no_wider_instructions_are_used_than_onednn_may_use(
     """And a product in float32 has the same bits, so that workers of one pool may run on different CPUs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    limited = native._load()
+    limited = Kernels(library.load())
     assert not limited.multiplies_pairs
-    (library,) = (tmp_path / "baton").iterdir()
-    objdump = ["objdump", "--disassemble", "--no-show-raw-insn", str(library)]
+    (kept,) = (tmp_path / "baton").iterdir()
+    objdump = ["objdump", "--disassemble", "--no-show-raw-insn", str(kept)]
     told = subprocess.run(objdump, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "%ymm" in told
     assert "%zmm" not in told, "registers of AVX-512"
@@ -1011,15 +1011,15 @@ def test_no_wider_instructions_are_used_than_onednn_may_use(
 def test_a_limit_never_lets_instructions_in_that_the_cpu_lacks(
     limit: str, flags: str, compiled_for: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_cpu", lambda: f"flags : {flags}".encode())
+    monkeypatch.setattr(library, "_cpu", lambda: f"flags : {flags}".encode())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert native._instructions()[0] == f"-march={compiled_for}"
+    assert library._instructions()[0] == f"-march={compiled_for}"
 
 
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """What is kept, and where, does not depend on how well it is compiled, which takes four times as long."""
-    monkeypatch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))
+    monkeypatch.setattr(library, "_FLAGS", ("-O0", *library._FLAGS[1:]))
 
 
 @pytest.mark.processes
@@ -1029,7 +1029,7 @@ def test_the_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for num_libraries, compiler in enumerate(("env cc -DANOTHER='one more'", " "), start=1):
         monkeypatch.setenv("CC", compiler)
-        native._load()
+        library.load()
         assert len(list((tmp_path / "baton").iterdir())) == num_libraries
 
 
@@ -1046,29 +1046,52 @@ def test_a_compiler_that_cannot_be_understood_is_done_without(
         native.kernels.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library of the kernels."""
+    require("compiler")
+    folder = tmp_path_factory.mktemp("library")
+    build(folder, "-O0")
+    (made,) = (folder / "baton").iterdir()
+    return made
+
+
+@pytest.fixture
+def copying(compiled_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that copies a library: what is kept, and where, does not depend on how it is made."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\n'
+        f'for each; do [ "$before" = -o ] && exec cp {shlex.quote(str(compiled_once))} "$each"; before=$each; done\n'
+        "exit 1\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+
+
 @pytest.mark.processes
-@pytest.mark.usefixtures("quickly")
+@pytest.mark.usefixtures("copying")
 def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._load()
-    (library,) = (tmp_path / "baton").iterdir()
-    made = library.stat().st_mtime_ns
-    native._load()
-    assert list((tmp_path / "baton").iterdir()) == [library]
-    assert library.stat().st_mtime_ns == made
+    library.load()
+    (kept,) = (tmp_path / "baton").iterdir()
+    made = kept.stat().st_mtime_ns
+    library.load()
+    assert list((tmp_path / "baton").iterdir()) == [kept]
+    assert kept.stat().st_mtime_ns == made
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("quickly")
+@pytest.mark.usefixtures("copying")
 def test_a_damaged_library_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._load()
-    (library,) = (tmp_path / "baton").iterdir()
-    size = library.stat().st_size
-    library.unlink()  # it is loaded from there
-    library.write_bytes(b"half a library")
-    native._load()
-    assert library.stat().st_size == size
+    library.load()
+    (kept,) = (tmp_path / "baton").iterdir()
+    size = kept.stat().st_size
+    kept.unlink()  # it is loaded from there
+    kept.write_bytes(b"half a library")
+    library.load()
+    assert kept.stat().st_size == size
 
 
 def others_can_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1092,7 +1115,7 @@ def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("quickly")
+@pytest.mark.usefixtures("copying")
 @pytest.mark.parametrize("trouble", [others_can_write, cannot_be_made, no_home])
 def test_without_a_cache_that_can_be_trusted_the_kernels_are_compiled_and_nothing_is_left(
     tmp_path: Path,
@@ -1103,7 +1126,7 @@ def test_without_a_cache_that_can_be_trusted_the_kernels_are_compiled_and_nothin
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    out = native._load().linear(torch.ones(1, 8), pack(torch.ones(16, 8)), None, 16)
+    out = Kernels(library.load()).linear(torch.ones(1, 8), pack(torch.ones(16, 8)), None, 16)
     assert out.tolist() == [[8.0] * 16]
     assert list(tmp_path.rglob("*.so")) == []
     assert list(scratch.iterdir()) == []

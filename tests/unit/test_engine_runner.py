@@ -486,6 +486,27 @@ async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
         await load(DecodeSettings(model=str(folder)).on("cpu"), folder, 0)
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), OperatorError),
+        (RuntimeError("9 bytes: [Errno 12] Cannot allocate memory"), OperatorError),
+        (MemoryError("9 bytes"), OperatorError),
+        (RuntimeError("--kv-cache-bytes is no matter: 9 bytes"), RuntimeError),
+    ],
+    ids=["torch", "the system", "Python", "another error"],
+)
+async def test_a_machine_without_room_is_an_error_that_says_what_to_lower(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, expected: type[Exception]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("common.engine.engine.measure_costs", full)
+    with pytest.raises(expected, match=r"--kv-cache-bytes.*9 bytes"):
+        await load(DecodeSettings(model=str(folder)).on("cpu"), folder, 0)
+
+
 def test_every_gpu_of_a_worker_has_a_backend_that_is_told_of_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[torch.device, bool]] = []
     monkeypatch.setattr(

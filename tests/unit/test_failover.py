@@ -188,11 +188,11 @@ def test_who_has_refused_a_request_is_asked_again_once_a_failure_lets_it_in(run:
     """Three that were full would count as three that could not be read."""
     run.on(P, failed(Cause.CAPACITY, "full"))
     assert run.want.avoid == {life(P)}
-    assert not run.want.admitted
+    assert not run.flow.admitted
     run.go(D, P2)
     run.on(D, failed(Cause.LEASE_LOST))
     assert run.want.avoid == frozenset()
-    assert run.want.admitted
+    assert run.flow.admitted
 
 
 def test_a_reader_of_a_source_that_the_gateway_has_lost_too_is_not_avoided(run: Run) -> None:
@@ -314,7 +314,7 @@ def test_who_leaves_while_an_offer_stands_frees_the_prefill_worker(run: Run, end
     run.lose(D)
     assert run.flow.keys_at(P) == [run.want.offer.key]  # type: ignore[union-attr]
     assert run.flow.keys_at(D) == []
-    seen = run.do(run.flow.cancel() if end == "client" else run.flow.fail(Cause.DEADLINE, "late"))
+    seen = run.do(run.flow.cancel() if end == "client" else run.flow.fail(Fail(Cause.DEADLINE, "late")))
     assert seen[0] == Sent(P, ABORT)
     assert run.flow.keys_at(P) == []
 
@@ -499,7 +499,7 @@ def let_in(run: Run) -> None:
 def test_who_was_let_in_is_refused_by_those_who_drain_as_often_as_need_be(run: Run) -> None:
     let_in(run)
     for _ in range(3 * blame.MAX_FAILURES):
-        assert (run.want.admitted, run.want.refusal, run.want.delay_s) == (True, None, 0.0)
+        assert (run.flow.admitted, run.flow.refusal, run.want.delay_s) == (True, None, 0.0)
         run.go(D2, P)
         run.on(D2, failed(Cause.DRAINING))
     assert run.want.avoid == {life(D)}, "who drains may serve again"
@@ -538,9 +538,9 @@ def test_who_has_been_nowhere_asks_each_full_worker_once(run: Run) -> None:
     run.on(D, failed(Cause.CAPACITY, "full"))
     run.go(D2)
     run.on(D2, failed(Cause.DRAINING, "leaving"))
-    assert not run.want.admitted
+    assert not run.flow.admitted
     assert run.want.avoid == {life(D)}
-    assert run.want.refusal == Fail(Cause.CAPACITY, "full"), "should nobody else be left"
+    assert run.flow.refusal == Fail(Cause.CAPACITY, "full"), "should nobody else be left"
 
 
 @pytest.mark.parametrize("heard", [False, True])
@@ -550,7 +550,7 @@ def test_who_is_too_large_for_a_worker_never_goes_there_again(run: Run, address:
         let_in(run)
         run.go(D, P)
     run.on(address, failed(Cause.TOO_LARGE, "20 blocks"))
-    assert (run.want.too_small, run.want.refusal) == (frozenset({life(address)}), Fail(Cause.TOO_LARGE, "20 blocks"))
+    assert (run.want.too_small, run.flow.refusal) == (frozenset({life(address)}), Fail(Cause.TOO_LARGE, "20 blocks"))
     run.go(D2, P2)
     run.on(D2, tokens(START + heard, 9))
     run.lose(D2)

@@ -104,7 +104,7 @@ def test_nothing_is_sent_before_workers_are_chosen() -> None:
 @pytest.mark.parametrize("end", ["time", "client"])
 def test_a_request_may_end_before_workers_are_chosen(end: str) -> None:
     run = Run(begin=False)
-    run.do(run.flow.cancel() if end == "client" else run.flow.fail(Cause.DEADLINE, "late"))
+    run.do(run.flow.cancel() if end == "client" else run.flow.fail(Fail(Cause.DEADLINE, "late")))
     assert run.flow.wants == []
     run.check_end()
 
@@ -156,7 +156,7 @@ def test_every_end_concerns_the_decode_worker_alone(local: Run, spoken: bool, en
         case "unknown":
             local.resync(D, known=False)
         case "time":
-            local.do(local.flow.fail(Cause.DEADLINE, "late"))
+            local.do(local.flow.fail(Fail(Cause.DEADLINE, "late")))
         case "client":
             local.do(local.flow.cancel())
     assert local.sent(Abort) == [(D, ABORT)]
@@ -440,7 +440,7 @@ def test_every_end_in_every_state_aborts_both_once(run: Run, state: str, address
             assert run.on(address, CANCELLED)[-1] == run.want
             run.do(run.flow.cancel())
         case "time":
-            assert run.do(run.flow.fail(Cause.DEADLINE, "late"))[-1] == Fail(Cause.DEADLINE, "late")
+            assert run.do(run.flow.fail(Fail(Cause.DEADLINE, "late")))[-1] == Fail(Cause.DEADLINE, "late")
         case "client":
             assert run.do(run.flow.cancel()) == [Sent(P, ABORT), Sent(D, ABORT)]
             assert run.flow.state is FlowState.CANCELLED

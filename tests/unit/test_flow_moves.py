@@ -33,6 +33,7 @@ from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Ack, Decode, Prefill, Resend, Suspicion
 from gateway.serving.flow import FlowState
 from gateway.serving.flow_actions import Want
+from gateway.serving.generation import Fail
 
 ABORT_2 = Abort(request=REQUEST, attempt=2)
 ABORT_CHOICE = Abort(request=REQUEST, attempt=1, choice=0)
@@ -202,7 +203,7 @@ def test_a_sequence_that_ends_where_it_was_does_not_end_the_others() -> None:
 @pytest.mark.parametrize("end", ["client", "time"])
 def test_whoever_leaves_on_the_way_frees_both(run: Run, end: str) -> None:
     run.move(D2)
-    run.do(run.flow.cancel() if end == "client" else run.flow.fail(Cause.DEADLINE, "late"))
+    run.do(run.flow.cancel() if end == "client" else run.flow.fail(Fail(Cause.DEADLINE, "late")))
     assert {(address, message.attempt) for address, message in run.sent(Abort)} == {(P, 1), (D, 1), (D2, 2)}
 
 

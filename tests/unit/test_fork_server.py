@@ -77,8 +77,8 @@ def test_it_can_be_killed(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -
     assert other.wait(10) == -signal.SIGTERM
 
 
-def test_a_server_ends_when_nobody_is_left_to_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ForkServer("gateway")
+def test_a_server_ends_when_nobody_is_left_to_ask_it(server: ForkServer) -> None:
+    """The last test: nobody can ask it any more."""
     process = Path(f"/proc/{server.pid}/stat")
     assert process.exists()
     server.socket.close()

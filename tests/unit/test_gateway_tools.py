@@ -453,6 +453,36 @@ async def test_any_role_is_taken_by_a_template_that_writes_them_all() -> None:
         assert status == expected, answer
 
 
+_LIKE_TINY_LLAMA = """
+{%- for m in messages %}{% if m.role == "system" %}<|system|>{{ m.content }}
+{% elif m.role == "user" or m.role == "assistant" %}<|{{ m.role }}|>{{ m.content }}
+{% endif %}{% endfor %}<|assistant|>"""
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"), [(_LIKE_TINY_LLAMA, 400), (_LIKE_QWEN, 200)], ids=["leaves them out", "writes them"]
+)
+async def test_results_of_functions_are_not_left_out_either(template: str, expected: int) -> None:
+    body = {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "a", "content": "42"}]}
+    status, answer, _ = await post("/tokenize", body, model_tokenizer=wrap(backend(), template))
+    assert status == expected, answer
+    if expected == 400:
+        assert_error(answer, "messages[1].role", "invalid_value")
+
+
+@pytest.mark.parametrize(("tools", "expected"), [([], 400), (TOOLS, 200)], ids=["without functions", "with functions"])
+async def test_results_of_functions_are_not_left_out_by_the_template_for_conversations_without_functions(
+    tools: list[dict[str, Any]], expected: int
+) -> None:
+    templates: Any = {"default": _LIKE_TINY_LLAMA, "tool_use": TEMPLATES["hermes"]}
+    body = {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "a", "content": "42"}], "tools": tools}
+    models = wrap(backend(), templates)
+    status, answer, _ = await post("/tokenize", body, api_settings=tool_settings(), model_tokenizer=models)
+    assert status == expected, answer
+    if expected == 400:
+        assert_error(answer, "messages[1].role", "invalid_value")
+
+
 async def test_tokens_of_a_conversation_with_functions() -> None:
     generator = scripted("x")
     await ask(

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,10 +66,12 @@ def error_of(module, blocked):
         said.seek(0)
         return said.read() or (f"it ended with status {status}" if status else "")
 
-modules = json.loads(sys.argv[1])
-errors = {each: error_of(each, blocked) for each, blocked in modules.items() if "torch" in blocked}
-import torch  # once for all that may have it
-errors |= {each: error_of(each, blocked) for each, blocked in modules.items() if "torch" not in blocked}
+modules, errors = json.loads(sys.argv[1]), {}
+for library in ("torch", "triton", ""):
+    for each in [each for each, blocked in modules.items() if not library or library in blocked]:
+        errors[each] = error_of(each, modules.pop(each))
+    if library:
+        importlib.import_module(library)  # once for all that may have it
 print(json.dumps(errors))
 """
 """Prints what each of the modules raises when it is imported."""
@@ -358,6 +361,32 @@ def test_a_tiling_that_does_not_run_is_no_candidate() -> None:
 
     tilings = [PrefillTiling(rows=rows) for rows in (256, 128, 64)]
     assert [taken for taken, _ in tune.timed(tilings, us)] == [64.0, 128.0]
+
+
+def test_prefill_tilings_have_as_many_programs_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {"registers": 1, "stack_bytes": 0, "shared_bytes": 0, "num_warps": 4, "products": ""}
+    made = [Binary(kernel=kernel, programs=programs, **told) for kernel, programs in (("prefill", 2), ("combine", 8))]
+    monkeypatch.setattr(tune, "compiled", lambda cases: iter([made]))
+    case = Case(capability=90, kernel="prefill", tiling=PrefillTiling(num_warps=4))
+    assert tune.fitting({"key": [case]}) == {"key": [PrefillTiling(num_warps=4, programs=2)]}
+
+
+@pytest.mark.parametrize("one_is_faster", [False, True])
+def test_keys_are_cut_for_all_programs_unless_a_short_chunk_is_faster_with_one(
+    one_is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def us(calls: list[Any]) -> float:
+        [(chunk, tiling)] = calls
+        if chunk == kernels.PREFILL_CHUNK:
+            return float(tiling.rows)
+        return float(tiling.programs if one_is_faster else 9 - tiling.programs)
+
+    monkeypatch.setattr(kernels, "Scene", lambda batch, length, query_len, copies, **options: query_len)
+    monkeypatch.setattr(kernels, "prefill_call", lambda scene, tiling: (scene, tiling))
+    monkeypatch.setattr(tune, "graph_us", us)
+    tilings = [PrefillTiling(rows=rows, programs=programs) for rows, programs in ((128, 1), (64, 3))]
+    entry, _ = tune.best_prefill(kernels.LLAMA_8B, tilings)
+    assert entry["tiling"] == asdict(PrefillTiling(rows=64, programs=1 if one_is_faster else 3))
 
 
 def test_a_product_has_the_fastest_tiling_for_each_number_of_rows_or_torch() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import pytest
@@ -44,6 +44,11 @@ def table() -> Iterator[LeaseTable]:
     leases = LeaseTable(unattached_ttl_s=TTL_S)
     yield leases
     leases.check_invariants()
+
+
+def sums_of(blocks: Sequence[int]) -> list[int]:
+    """Their checksums, where it does not matter what is in them."""
+    return [100 + block for block in blocks]
 
 
 def key(attempt: int = 1, request: RequestId = R1) -> RequestKey:
@@ -177,7 +182,7 @@ def test_a_repeated_attach_is_told_everything_again(table: LeaseTable) -> None:
 
 
 def test_checksums_travel_with_their_blocks() -> None:
-    table = LeaseTable(unattached_ttl_s=TTL_S, checksums=True)
+    table = LeaseTable(unattached_ttl_s=TTL_S, checksum=sums_of)
     offer = opened(table)
     assert offer.checksums == ()
     _, first = only(BlocksReady, table.blocks_ready(R1, 2, [7, 8], now=0.0))
@@ -188,6 +193,14 @@ def test_checksums_travel_with_their_blocks() -> None:
     table.open(key(request=R2), BLOCKS, 600.0, 1.0)
     with pytest.raises(AssertionError, match="checksum"):
         table.blocks_ready(R2, 2, [7], now=1.0)
+
+
+def test_checksums_that_are_not_given_are_computed() -> None:
+    table = LeaseTable(unattached_ttl_s=TTL_S, checksum=sums_of)
+    opened(table)
+    _, first = only(BlocksReady, table.blocks_ready(R1, 2, now=0.0))
+    _, second = only(BlocksReady, table.blocks_ready(R1, 3, now=0.0))
+    assert (first.checksums, second.checksums) == ((110, 111), (112,))
 
 
 def test_blocks_do_not_become_unready(table: LeaseTable) -> None:
@@ -991,11 +1004,8 @@ def test_a_lent_prefix_can_be_withdrawn(table: LeaseTable) -> None:
 
 
 def test_checksums_of_a_lent_prefix_travel_with_it() -> None:
-    table = LeaseTable(unattached_ttl_s=TTL_S, checksums=True)
-    _, offer = only(BlocksReady, table.lend(key(), BLOCKS, D1, 30.0, 0.0, [7, 8, 9]))
-    assert offer.checksums == (7, 8, 9)
-    with pytest.raises(AssertionError, match="checksum"):
-        table.lend(key(request=R2), BLOCKS, D1, 30.0, 0.0)
+    table = LeaseTable(unattached_ttl_s=TTL_S, checksum=sums_of)
+    assert lent(table).checksums == (110, 111, 112)
 
 
 def test_a_request_that_bears_the_name_of_a_lent_prefix_gets_its_lease(table: LeaseTable) -> None:

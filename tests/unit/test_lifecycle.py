@@ -63,6 +63,24 @@ def test_a_program_that_starts_again_has_its_options() -> None:
     assert done.stdout.splitlines()[1:] == [done.stdout.splitlines()[0].replace("None", "is set"), "True"]
 
 
+IMPORTED = """
+import os, runpy, sys
+known = {*sys.modules, *sys.stdlib_module_names}
+os.execve = lambda *_: sys.exit(" ".join(sorted({name.partition(".")[0] for name in sys.modules} - known)))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere programs do not start again")
+@pytest.mark.parametrize(("module", "role"), [("prefill_worker", []), ("common.runtime.cli", ["decode"])])
+def test_a_worker_that_starts_again_has_imported_no_library(module: str, role: list[str]) -> None:
+    """It imports everything again."""
+    command = [sys.executable, "-c", IMPORTED, module, *role, "--not-an-option"]
+    done = subprocess.run(command, env={}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.split() == ["common", "decode_worker" if role else "prefill_worker"]
+
+
 def test_a_module_imports_from_the_current_folder_only_if_who_starts_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/somewhere"])
     assert command_of("gateway", "--help") == [sys.executable, "-P", "-m", "gateway", "--help"]

@@ -195,7 +195,6 @@ def test_what_a_process_exports_is_told_by_its_types() -> None:
         "# HELP a_total x\n# TYPE a_total counter\n"
         '# HELP b x\n# TYPE b gauge\nb{role="x"} 1\n'
         '# HELP c x\n# TYPE c histogram\nc_bucket{stage="s",le="+Inf"} 1\nc_count{stage="s"} 1\nc_sum{stage="s"} 1\n'
-        '# HELP c_created x\n# TYPE c_created gauge\nc_created{stage="s"} 1\n'
     )
     assert families == {
         "a_total": Family("counter", None),
@@ -204,6 +203,6 @@ def test_what_a_process_exports_is_told_by_its_types() -> None:
     }
     assert "le" in (labels_of("c_bucket", families) or ())
     assert "le" not in (labels_of("c_count", families) or ())
-    for missing in ("a", "b_count", "c", "c_created"):
+    for missing in ("a", "b_count", "c"):
         with pytest.raises(KeyError):
             labels_of(missing, families)

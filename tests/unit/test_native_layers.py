@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from native_builds import EMULATED_TILES, build
+from native_builds import EMULATED_TILES, build, folder_of_run
 from needs import require
 
 from common.contract.sampling import SamplingParams
-from common.engine import native
 from common.engine.batch import Sample, Slice
 from common.engine.kv_cache import KVCache
 from common.engine.linear import Linear
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
-from common.engine.native import Kernels
+from common.engine.native import Kernels, library
 from common.engine.native.backend import NativeBackend
 from common.engine.native.group import GroupEndedError, SharedGroup, memory_bytes
 from common.engine.ragged import Rows
@@ -63,12 +62,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.fixture(scope="module")
 def own() -> Kernels:
     require("compiler")
-    return native._load()
+    return Kernels(library.load())
 
 
 @pytest.fixture(scope="module")
 def emulating(own: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return build(tmp_path_factory.mktemp("tiles"), EMULATED_TILES)
+    return build(folder_of_run(tmp_path_factory), EMULATED_TILES)
 
 
 @pytest.fixture(params=["widened", "in pairs", "with emulated AMX"])

@@ -153,6 +153,14 @@ def test_every_operation_has_its_own_name_and_says_what_it_does() -> None:
     assert all(schema["description"] for name, schema in SCHEMAS.items() if name != "JsonValue")
 
 
+@pytest.mark.parametrize(
+    ("schema", "field", "said"),
+    [("StreamOptions", "continuous_usage_stats", "report the usage so far"), ("Function", "strict", "Has no effect")],
+)
+def test_a_fields_docstring_is_its_description(schema: str, field: str, said: str) -> None:
+    assert said in SCHEMAS[schema]["properties"][field]["description"]
+
+
 def _bare(schema: Any, name: str = "") -> Any:
     """Without titles and defaults, which say nothing, and with references as the document has them."""
     if isinstance(schema, list):

@@ -28,6 +28,8 @@ GATEWAY = Incarnation("g")
 INTERACTIVE, STANDARD, BATCH = Tier
 TOKENS = itertools.count(10**6)
 TARGETS_S = {INTERACTIVE: 0.5, STANDARD: 2.0, BATCH: 60.0}
+EXPECTED_BY = 1.0
+"""Monotonic seconds by which pulls are expected to end."""
 
 
 def request(
@@ -137,7 +139,7 @@ def hold_all(bench: Bench) -> list[PrefillRequest]:
     while admitted := bench.scheduler.admit(0.0):
         for each in admitted:
             each.prefix_tried = True
-            bench.scheduler.hold(each, len(each.token_ids) - BLOCK_SIZE)
+            bench.scheduler.hold(each, len(each.token_ids) - BLOCK_SIZE, EXPECTED_BY)
         held += admitted
         bench.check()
     return held
@@ -457,11 +459,30 @@ def test_prompts_on_hold_keep_nobody_waiting_who_is_not_held_or_who_is_more_urge
     computed, urgent = request("computed", 32), request("urgent", 32, tier=INTERACTIVE)
     computed.prefix_tried = True
     assert bench.admit(computed, urgent) == [urgent, computed]
-    bench.scheduler.hold(urgent, 16)
+    bench.scheduler.hold(urgent, 16, EXPECTED_BY)
     assert bench.scheduler.admit(0.0) == [], "it counts, too"
     for each in [*bench.scheduler.on_hold]:
         bench.scheduler.remove(each)
     assert len(hold_all(bench)) == 4
+
+
+def test_a_prompt_that_is_computed_comes_in_behind_as_many_as_may_be_put_on_hold() -> None:
+    """Those are about to leave the step to it."""
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, expected_pull=half_of_it)
+    pulled, computed = [request(f"pulled{number}", 32) for number in range(4)], request("computed", 32)
+    computed.prefix_tried = True
+    assert bench.admit(*pulled, computed) == [*pulled, computed]
+
+
+def test_prompts_whose_pulls_hang_do_not_keep_others_from_being_put_on_hold() -> None:
+    """As where a source has frozen. Others may be read from."""
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16, expected_pull=half_of_it)
+    late = [request(f"late{number}", 32) for number in range(5)]
+    for each in [*(request(f"held{number}", 32) for number in range(4)), *late]:
+        bench.scheduler.add(each)
+    assert len(hold_all(bench)) == 4
+    assert bench.admit(now=0.9 * EXPECTED_BY) == []
+    assert bench.admit(now=EXPECTED_BY) == late[:4]
 
 
 def test_many_that_would_be_put_on_hold_do_not_hide_one_that_would_not() -> None:
@@ -674,7 +695,7 @@ def test_a_prompt_does_not_wait_for_a_pull() -> None:
     assert bench.admit(*pulled) == pulled, "neither waits for the other, which is about to be put on hold"
     for each in pulled:
         each.prefix_tried = True
-        bench.scheduler.hold(each, 44)
+        bench.scheduler.hold(each, 44, EXPECTED_BY)
     computed, late = question("computed"), question("late", num_own=11)
     computed.prefix_tried = late.prefix_tried = True
     assert bench.admit(computed) == [computed]
@@ -698,12 +719,26 @@ def test_a_prompt_that_has_waited_is_as_long_as_what_it_lacks_now() -> None:
     bench = Bench(num_blocks=1000, chunk_size=8, token_budget=8, seconds_per_token=1e-3)
     first, second = question("first"), question("second")
     bench.admit(first, second)
-    assert bench.scheduler.queued_tokens == (0, 90 + 90, 0)
+    assert bench.scheduler.queued_tokens == (0, 90 + 10, 0)
     for num_done in range(8, 88, 8):
         bench.step(now=1e-3 * (num_done - 8))
         assert bench.admit(now=1e-3 * num_done) == ([second] if num_done == 80 else [])
-        assert bench.scheduler.queued_tokens == (0, 90 - num_done + 90 - num_done, 0)
+        assert bench.scheduler.queued_tokens == (0, 90 - num_done + 10, 0)
     assert second.urgency[1] == pytest.approx(0.08 + TARGETS_S[STANDARD] + 0.01), "before what was longer than it is"
+
+
+def test_what_several_prompts_wait_for_is_told_as_work_once() -> None:
+    bench = Bench(num_blocks=1000, chunk_size=8, token_budget=16)
+    first, *others = (question(f"q{number}") for number in range(10))
+    bench.admit(first, *others, question("the document", num_own=0))
+    assert bench.scheduler.queued_tokens == (0, 80 + 10 * 10 + BLOCK_SIZE, 0), "its last token is computed, at least"
+    bench.scheduler.remove(first)
+    assert bench.admit() == others[:1]
+    assert bench.scheduler.queued_tokens == (0, 80 + 9 * 10 + BLOCK_SIZE, 0), "which is now the first of the others'"
+    for each in others:
+        bench.scheduler.remove(each)
+    bench.admit()
+    assert bench.scheduler.queued_tokens == (0, 80, 0)
 
 
 def test_an_urgent_prompt_waits_for_nobody_of_a_lower_tier_or_who_is_due_much_later() -> None:
@@ -763,7 +798,7 @@ def test_a_request_on_hold_is_not_computed_until_more_of_it_is_there() -> None:
     bench = Bench()
     prompt, other = request("a", 20, token_ids=range(20)), request("b", 4)
     bench.admit(prompt, other)
-    bench.scheduler.hold(prompt, 12)
+    bench.scheduler.hold(prompt, 12, EXPECTED_BY)
     scheduler = bench.scheduler
     assert (len(scheduler.running), len(scheduler.on_hold)) == (1, 1)
     assert scheduler.num_uncomputed == 8 + 4, "without what is expected to come"
@@ -782,7 +817,7 @@ def test_a_request_on_hold_may_go_on_as_it_was() -> None:
     bench = Bench()
     prompt = request("a", 20)
     bench.admit(prompt)
-    bench.scheduler.hold(prompt, 16)
+    bench.scheduler.hold(prompt, 16, EXPECTED_BY)
     assert len(bench.scheduler.running) == 0, "an engine that does no step for it does not hang"
     assert bench.scheduler.queued_tokens == (0, 4, 0)
     bench.scheduler.resume(prompt, 0, 0.0)
@@ -796,7 +831,7 @@ def test_a_request_on_hold_may_start_again_with_other_blocks() -> None:
     prompt = request("a", 20, arrived=3.0)
     bench.admit(prompt, now=3.0)
     prompt.prefix_tried = True
-    bench.scheduler.hold(prompt, 16)
+    bench.scheduler.hold(prompt, 16, EXPECTED_BY)
     written = list(prompt.block_table)
     bench.pool.share(written)
     bench.scheduler.requeue(prompt)
@@ -816,28 +851,44 @@ def test_nothing_is_put_on_hold_under_a_step() -> None:
     bench.admit(prompt)
     bench.scheduler.schedule(0.0)
     with pytest.raises(AssertionError):
-        bench.scheduler.hold(prompt, 16)
+        bench.scheduler.hold(prompt, 16, EXPECTED_BY)
 
 
 def test_a_prompt_of_which_little_is_left_comes_before_shorter_ones_than_it_was() -> None:
     bench = Bench(num_blocks=10_000, chunk_size=512, token_budget=512, seconds_per_token=1e-3)
     pulled, shorter = request("pulled", 8000), request("shorter", 2000)
     bench.admit(pulled)
-    bench.scheduler.hold(pulled, 7900)
+    bench.scheduler.hold(pulled, 7900, EXPECTED_BY)
     bench.admit(shorter)
     bench.scheduler.resume(pulled, 7900, 0.0)
     assert len({each.urgency for each in (pulled, shorter)}) == 2
     assert bench.step() == [("pulled", 7900, 8000)]
 
 
-def test_a_prompt_whose_pull_fails_does_not_lose_its_place() -> None:
-    bench = Bench(num_blocks=10_000, chunk_size=512, token_budget=512, seconds_per_token=1e-3)
+@pytest.mark.parametrize(("num_there", "delay_s"), [(0, 0.4), (300, 0.1), (400, 0.0), (500, 0.0)])
+def test_a_prompt_does_not_lose_its_place_while_it_is_on_hold(num_there: int, delay_s: float) -> None:
+    """It is due as if it had been known at admission what the pull brings."""
+    bench = Bench(10_000, 512, 512, seconds_per_token=1e-3, expected_pull=half_of_it)
     prompt = request("prompt", 800)
     bench.admit(prompt)
-    urgency = prompt.urgency
-    bench.scheduler.hold(prompt, 400)
-    bench.scheduler.resume(prompt, 0, 5.0)
-    assert prompt.urgency == urgency
+    rank, due_at_s, number = prompt.urgency
+    bench.scheduler.hold(prompt, 400, EXPECTED_BY)
+    bench.scheduler.resume(prompt, num_there, 5.0)
+    assert prompt.urgency[::2] == (rank, number)
+    assert prompt.urgency[1] == pytest.approx(due_at_s + delay_s)
+
+
+@pytest.mark.parametrize("num_there", [0, 4000])
+def test_a_long_prompt_of_which_less_comes_than_expected_is_passed_by_a_short_one(num_there: int) -> None:
+    there = {"long": 7900, "short": 0}
+    bench = Bench(10_000, 512, 512, seconds_per_token=1e-3, expected_pull=lambda prompt, *_: there[prompt.key.request])
+    long = request("long", 8000)
+    bench.admit(long)
+    long.prefix_tried = True
+    bench.scheduler.hold(long, 7900, EXPECTED_BY)
+    bench.scheduler.resume(long, num_there, 0.0)
+    bench.scheduler.add(request("short", 100, arrived=0.01))
+    assert bench.step(now=0.01) == [("short", 0, 100)]
 
 
 def test_a_waiting_prompt_counts_as_long_as_it_is_after_its_pull() -> None:
@@ -851,7 +902,7 @@ def test_a_waiting_prompt_counts_as_long_as_it_is_after_its_pull() -> None:
     assert bench.admit() == [pulled, other]
     assert pulled.urgency < other.urgency
     assert bench.scheduler.num_uncomputed == 200 + 150, "it is not known yet whether it is pulled"
-    bench.scheduler.hold(pulled, 100)
+    bench.scheduler.hold(pulled, 100, EXPECTED_BY)
     assert bench.scheduler.num_uncomputed == 100 + 150
 
 
@@ -945,7 +996,7 @@ def test_a_request_that_is_removed_gives_everything_back(when: str) -> None:
         bench.step()
     chunks = [] if when == "on hold" else bench.scheduler.schedule(0.0)
     if when == "on hold":
-        bench.scheduler.hold(prompt, 8)
+        bench.scheduler.hold(prompt, 8, EXPECTED_BY)
     bench.scheduler.remove(prompt)
     bench.scheduler.remove(prompt)
     if when != "waiting":

@@ -40,6 +40,11 @@ def request(num_tokens: int = NUM_TOKENS, source: Source = SOURCE) -> PrefillReq
     return made
 
 
+def other_source() -> Source:
+    """One that no other call returns."""
+    return replace(SOURCE, incarnation=new_incarnation())
+
+
 def pulls(token_s: float = 1e-4, block_bytes: int = 2**20, when: When = "cost") -> PrefixPulls:
     return PrefixPulls(new_incarnation(), BLOCK_SIZE, block_bytes, Costs(prefill_s_per_token=token_s), when, PATIENCE_S)
 
@@ -47,7 +52,7 @@ def pulls(token_s: float = 1e-4, block_bytes: int = 2**20, when: When = "cost") 
 def begun(made: PrefixPulls) -> PrefixPull | None:
     prefix = made.choose(request(), 0.0)
     if prefix is not None:
-        prefix.num_blocks = len(prefix.pull.block_hashes or ())
+        made.offered(prefix.pull, len(prefix.pull.block_hashes or ()), 0.0)
     return prefix
 
 
@@ -102,13 +107,13 @@ def test_nothing_is_pulled_for_a_while_from_a_source_that_cannot_be_read(
     cause: Cause, offers: bool, at: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every prompt that it holds a part of would wait for nothing. Others are read from, and seem no slower."""
-    made, other = pulls(token_s=2.0 / NUM_TOKENS), replace(SOURCE, incarnation=new_incarnation())
+    made, other = pulls(token_s=2.0 / NUM_TOKENS), other_source()
     before = made.token_s
     pulled = [made.choose(request(), 0.0) for _ in range(2)]
     for number, prefix in enumerate(pulled, 1):
         assert prefix is not None
         assert prefix.until == pytest.approx(4.0 * number, rel=0.05), "twice the time to compute it, if it is alone"
-        prefix.num_blocks = offers * len(prefix.pull.block_hashes or ())
+        made.offered(prefix.pull, offers * len(prefix.pull.block_hashes or ()), 0.0)
         made.gave_up(prefix.pull, cause, at)
     assert caplog.text.count("for 10 s") == len(caplog.records) == 1
     assert made.choose(request(), at + 0.25) is None
@@ -136,7 +141,7 @@ def test_a_source_that_cannot_be_read_is_tried_ever_more_seldom_until_it_can() -
         assert prefix is not None
         made.gave_up(prefix.pull, Cause.WORKER_LOST, now)
         failed_at = now
-        while made.choose(request(), now) is None:
+        while not made.expected(request(), 0, now):
             now += 5.0
         pauses.append(now - failed_at)
     assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 320.0]
@@ -151,21 +156,60 @@ def test_a_pause_is_forgotten_some_time_after_it() -> None:
     """Nothing is kept of sources that are gone."""
     made = pulls(when="always")
     for now in (0.0, 100.0):
-        prefix = made.choose(request(source=replace(SOURCE, incarnation=new_incarnation())), now)
+        prefix = made.choose(request(source=other_source()), now)
         assert prefix is not None
         made.gave_up(prefix.pull, Cause.WORKER_LOST, now)
     assert len(made._pauses) == 1
 
 
-def test_pulls_that_share_the_network_are_not_taken_for_slow_ones() -> None:
-    """Each of them would take 0.042 s alone."""
-    made = pulls()
+@pytest.mark.parametrize("num", [20, 30])
+def test_pulls_that_share_the_network_are_not_taken_for_slow_ones(num: int) -> None:
+    """Each of them would take 0.042 s alone. Thirty take longer than one is expected to."""
+    made, took_s = pulls(), 0.042 * num
     before = made.token_s
-    for prefix in [begun(made) for _ in range(20)]:
+    for prefix in [begun(made) for _ in range(num)]:
         assert prefix is not None
-        made.pulled(prefix.pull, 0.84)
+        assert (prefix.expected_by < took_s) == (num == 30)
+        made.pulled(prefix.pull, took_s)
         assert made.token_s < before, "also after the first one, which began alone"
-    assert made.choose(request(), 0.84) is not None
+    assert made.choose(request(), took_s) is not None
+
+
+@pytest.mark.parametrize(("offers", "at"), [(False, 0.0), (True, PATIENCE_S)])
+def test_others_do_not_look_cheap_beside_pulls_that_hang(offers: bool, at: float) -> None:
+    """Their source has frozen before it has offered anything, or later. They take nothing of the network."""
+    made, alone = pulls(), pulls()
+    for _ in range(10):
+        assert (begun(made) if offers else made.choose(request(), 0.0)) is not None
+    for each in (made, alone):
+        prefix = each.choose(request(source=other_source()), at)
+        assert prefix is not None
+        each.offered(prefix.pull, NUM_TOKENS // BLOCK_SIZE - 1, at)
+        each.pulled(prefix.pull, at + 0.1)
+    assert made.token_s == alone.token_s
+
+
+def test_pulls_that_hang_do_not_prolong_the_patience_with_others() -> None:
+    """Else each would hang for longer than the one before."""
+    made = pulls(token_s=2.0 / NUM_TOKENS)
+    for number in range(5):
+        began = 4.0 * number
+        prefix = made.choose(request(source=other_source()), began)
+        assert prefix is not None
+        assert began < prefix.expected_by == prefix.until < began + 4.0
+
+
+def test_nothing_is_pulled_from_a_source_while_a_pull_from_it_hangs() -> None:
+    """Whether or not it has been offered blocks, and until it has ended."""
+    made = pulls(when="always")
+    hanging = begun(made)
+    assert hanging is not None
+    assert made.expected(request(), 0, 0.9 * PATIENCE_S) > 0
+    assert made.expected(request(), 0, PATIENCE_S) == 0
+    assert made.choose(request(), PATIENCE_S) is None
+    assert made.choose(request(source=other_source()), PATIENCE_S) is not None
+    made.pulled(hanging.pull, 1.1 * PATIENCE_S)
+    assert made.choose(request(), 1.1 * PATIENCE_S) is not None
 
 
 @pytest.mark.parametrize(("num_here", "expected"), [(0, 1584), (800, 1584), (1568, 0), (1584, 0)])
@@ -214,18 +258,18 @@ def test_beyond_a_number_of_pulls_a_prefix_waits_for_the_end_of_one(is_valid: bo
     made = pulls(when="always")
     under_way = [begun(made) for _ in range(64)]
     late = request()
-    assert made.expected(late, 0, 1.0) == 0
-    assert made.choose(late, 1.0) is None
+    assert made.expected(late, 0, 0.5) == 0
+    assert made.choose(late, 0.5) is None
     assert not late.prefix_tried
     assert len(made) == 64
     first = under_way[0]
     assert first is not None
     if is_valid:
-        made.pulled(first.pull, 1.0)
+        made.pulled(first.pull, 0.5)
     else:
-        made.gave_up(first.pull, Cause.LEASE_LOST, 1.0)
-    assert made.expected(late, 0, 1.0) > 0
-    prefix = made.choose(late, 1.0)
+        made.gave_up(first.pull, Cause.LEASE_LOST, 0.5)
+    assert made.expected(late, 0, 0.5) > 0
+    prefix = made.choose(late, 0.5)
     assert prefix is not None
     assert prefix.request is late
-    assert made.choose(request(), 1.0) is None
+    assert made.choose(request(), 0.5) is None

@@ -223,6 +223,22 @@ def test_a_step_without_decodes_ends_with_the_prompt_with_which_it_has_enough_to
     assert chunks_of((512, 512), costs=alone, num_decodes=0, waited_s=100.0) == [512, 512], "they are late"
 
 
+@pytest.mark.parametrize("prefill_priority", [False, True])
+@pytest.mark.parametrize("waited_s", [0.0, 100.0])
+@pytest.mark.parametrize(
+    ("token_s", "step_s", "num"),
+    [(1e-4, 0.0, 2048), (1e-3, 0.0, 400), (1e-3, 0.1, 300), (6e-3, 0.0, 128), (0.1, 0.0, 128), (1e-3, 1.0, 128)],
+)
+def test_a_step_without_decodes_is_no_longer_than_a_newcomer_can_wait(
+    token_s: float, step_s: float, num: int, waited_s: float, prefill_priority: bool
+) -> None:
+    """However late its prompts are: 0.4 s, if 128 tokens take no longer."""
+    how: dict[str, Any] = {"prompt": Tier.BATCH, "waited_s": waited_s, "prefill_priority": prefill_priority}
+    alone = Costs(prefill_s_per_token=token_s, step_s=step_s)
+    assert chunk_beside(costs=alone, **how) == pytest.approx(num, abs=1)
+    assert chunk_beside(costs=alone, token_budget=100, **how) == 100
+
+
 def test_prompts_share_a_step_where_one_after_the_other_would_be_late() -> None:
     # The first is due after its target of 1 s and the time of its own 512 tokens, 0.05 s. All take 0.21 s in steps of
     # one prompt, with 0.02 s of decodes in each, and 0.17 s in steps of 1,400 tokens.

@@ -289,7 +289,7 @@ async def test_a_pull_from_begin_to_the_blocks(net: Net) -> None:
     await net.source.expect(Attach)  # a block has not been told of
     await net.source.send(ready(pull, 0, 10, 11, 12), done(pull))
     await net.until(lambda: len(net.transport.reads) == 2)
-    assert [read.num_blocks for read in net.transport.reads] == [2, 1]
+    assert list(map(len, net.transport.read_blocks)) == [2, 1]
     assert net.counts == (1, 2, 0)
     finish(*net.transport.reads)
     assert (await net.source.expect(Settle)).epoch == 7
@@ -341,7 +341,7 @@ async def test_a_prefix_of_which_the_beginning_is_held(net: Net) -> None:
     await net.source.send(ready(pull, 0, 10, 11, num_blocks=2))
     assert await net.worker.next() == ("want", pull, 2)
     await net.until(lambda: len(net.transport.reads) == 1)
-    assert net.transport.reads[0].num_blocks == 1
+    assert len(net.transport.read_blocks[0]) == 1
     finish(*net.transport.reads)
     await net.source.expect(Settle)
     await net.source.send(settled(pull))

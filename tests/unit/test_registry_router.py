@@ -582,17 +582,6 @@ def test_equal_workers_share_the_work(registry: Registry) -> None:
     assert taken == [D1, D2] * 3
 
 
-def test_in_turn_nobody_is_preferred() -> None:
-    registry = opened(*WORKERS)
-    took(registry, P1, 5000)
-    router = Router(registry, local_prefill_tokens=10, routing="round_robin")
-    routes = [router.choose(Ask(num_tokens=100), held(p1=96, d1=96)) for _ in range(4)]
-    assert all(isinstance(route, Handoff) and route.prefix is None for route in routes)
-    prefill = [route.prefill.address for route in routes if isinstance(route, Handoff)]
-    assert sorted(prefill) == [P1, P1, P2, P2]
-    assert isinstance(router.choose(Ask(num_tokens=10), {}), Local)
-
-
 # --- routes ----------------------------------------------------------------------------------------------------------
 
 WORKERS = (P1, P2, D1, D2)

@@ -30,7 +30,7 @@ from transport_source import END_BOUND_S, POISON, Cache, make_transport
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation, new_incarnation
 from common.runtime.peer_networks import PeerNetworks
-from kv_transfer import nixl_transport, zmq_transport
+from kv_transfer import nixl_transport, zmq_source, zmq_transport
 from kv_transfer.events import AddSource, DropRead, DropSource, Poll, Polled, ReadEnded, Serve, StartRead
 from kv_transfer.mover import (
     LONGEST_SERVING_POLL_INTERVAL_S,
@@ -43,14 +43,14 @@ from kv_transfer.regions import RankPart, Region
 from kv_transfer.routes import Way
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, ReadId, ReadState, Transport
 from kv_transfer.ucx_log import UcxLog
-from kv_transfer.zmq_transport import (
+from kv_transfer.zmq_source import (
     MAX_ANSWERS_QUEUED,
     MAX_BLOCKS_PER_PIECE,
     MAX_PIECE_BYTES,
     MAX_PIECES_ASKED,
-    PIECE_BYTES,
-    ZmqTransport,
+    ZmqServer,
 )
+from kv_transfer.zmq_transport import PIECE_BYTES, ZmqTransport
 
 KINDS = ("nixl", "zmq")
 SEED = 7
@@ -184,7 +184,7 @@ def test_a_fence_in_the_middle_of_a_read_waits_for_the_device(pair: Callable[...
     """A GPU goes on with the copies of an agent that is destroyed."""
     two = pair("nixl")
     waits: list[bool] = []
-    read = Read(two.incarnation, 1)
+    read = Read(two.incarnation)
     sink = NixlTransport(
         two.sink_cache.region, new_incarnation(), lambda: waits.append(read.state is ReadState.PENDING)
     )
@@ -329,7 +329,7 @@ def test_shared_memory_is_no_fallback_of_host_memory(pair: Callable[..., Pair]) 
 def test_a_read_over_tcp_is_refused_where_rdma_is_required(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TLS", "^sm,ib")
     two = pair("nixl")
     two.connect()
     assert read_to_end(two.sink, two).state is ReadState.DONE, "without the option it works"
@@ -535,7 +535,7 @@ def test_a_request_that_may_not_be_is_counted_and_refused(
     assert two.source.num_refused == 1
 
 
-class Driven(zmq_transport._Server):
+class Driven(ZmqServer):
     """A server that answers when the test says, and so never waits for a request."""
 
     def _run(self) -> None:
@@ -560,7 +560,7 @@ def test_no_answer_that_was_asked_for_is_dropped(monkeypatch: pytest.MonkeyPatch
     more. Since it looks, the count is at most 16 that the sink misses and 15 that ZeroMQ keeps to itself, at a mark of
     32: none is dropped there.
     """
-    monkeypatch.setattr(zmq_transport, "MAX_ANSWERS_QUEUED", mark)
+    monkeypatch.setattr(zmq_source, "MAX_ANSWERS_QUEUED", mark)
     cache = Cache(1, 64)
     with zmq.Context() as context, context.socket(zmq.DEALER) as sink:
         server = Driven(context, cache.region, "127.0.0.1")
@@ -1126,7 +1126,7 @@ def test_a_zmq_server_tells_of_what_it_dies_of(monkeypatch: pytest.MonkeyPatch) 
     def answer(self: object, sink: bytes, frames: list[bytes]) -> None:
         raise bug
 
-    monkeypatch.setattr(zmq_transport._Server, "_answer", answer)
+    monkeypatch.setattr(ZmqServer, "_answer", answer)
     died: SimpleQueue[Exception] = SimpleQueue()
     transport = ZmqTransport(Cache(1, PIECE_BYTES).region, new_incarnation(), "127.0.0.1")
     transport.watch(died.put)

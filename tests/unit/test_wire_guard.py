@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from common.runtime.config import DecodeSettings
 from common.runtime.ucx import guard_allocator, guard_route
 from common.worker.start import on_its_device
 
+ROOT = Path(__file__).parents[2]
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -88,7 +90,7 @@ REQUIRED = DecodeSettings(require_rdma=True)
         ("cpu", {"UCX_NET_DEVICES": "mlx5_0:1,eth0"}),
         ("cpu", {"UCX_NET_DEVICES": "^eth0"}),
         ("cpu", {"UCX_NET_DEVICES": "all"}),
-        ("cuda", {"UCX_TLS": "tcp,rc"}),
+        ("cuda", {"UCX_TLS": "tcp,rc,cuda_copy"}),
     ],
 )
 def test_rdma_that_there_is_is_enough(sysfs: Path, device: str, environ: dict[str, str]) -> None:
@@ -126,11 +128,39 @@ def test_a_gpu_may_have_nvlink_alone(tmp_path: Path, tls: str | None) -> None:
         guard_route(REQUIRED, "cpu", environ, tmp_path)
 
 
-@pytest.mark.parametrize("tls", ["^cuda", "^cuda_ipc", "tcp,cuda_copy,rc"])
+@pytest.mark.parametrize("tls", ["^cuda_ipc", "tcp,cuda_copy,rc"])
 def test_a_gpu_without_nvlink_needs_rdma(sysfs: Path, tmp_path: Path, tls: str) -> None:
     guard_route(REQUIRED, "cuda", {"UCX_TLS": tls}, sysfs)
     with pytest.raises(OperatorError, match="no RDMA device with an active port"):
         guard_route(REQUIRED, "cuda", {"UCX_TLS": tls}, tmp_path / "none")
+
+
+@pytest.mark.parametrize("tls", ["tcp", "tcp,rc", "cuda_ipc,tcp", "^cuda", "^tcp,cuda_copy", "^all"])
+def test_transports_without_cuda_copy_are_refused_on_a_gpu(tls: str) -> None:
+    """NIXL would refuse them, when the model is loaded."""
+    for device in ("cpu", "auto"):
+        guard_route(DecodeSettings(), device, {"UCX_TLS": tls})
+    with pytest.raises(OperatorError, match="leaves out cuda_copy"):
+        guard_route(DecodeSettings(), "cuda", {"UCX_TLS": tls})
+
+
+@pytest.mark.parametrize("tls", ["all", "rc,cuda_copy", "\\cuda_copy,tcp", "cuda", "^tcp,cuda_ipc", "^sm,ib"])
+def test_transports_with_cuda_copy_are_accepted_on_a_gpu(tls: str) -> None:
+    guard_route(DecodeSettings(), "cuda", {"UCX_TLS": tls})
+
+
+def test_tests_and_benchmarks_start_nixl_on_a_machine_with_a_gpu() -> None:
+    """There it needs `cuda_copy` for memory of the host, too. Tests of the rules alone may name what they like."""
+    found = {
+        tls
+        for folder in ("tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name not in ("test_wire_guard.py", "test_ucx.py")
+        for tls in re.findall(r'"UCX_TLS"(?:: |, )"(.*?)"', path.read_text())
+    }
+    assert "^sm,ib" in found
+    for tls in found:
+        guard_route(DecodeSettings(), "cuda", {"UCX_TLS": tls})
 
 
 def test_zmq_is_no_rdma(sysfs: Path) -> None:

@@ -262,7 +262,8 @@ class TritonBackend(PlainProducts):
             place_bytes = 4 * num_kv_heads * padded(tiling.num_tokens(group) * group) * (shape["head_dim"] + 2)
             made = aligned_runs(tiles, tiling.run_tiles, max(1, _MOST_PARTIAL_BYTES // place_bytes))
         else:
-            made = [query_runs(tiles, longest_run(tiles, num_kv_heads, self._num_processors, tiling.least_tiles))]
+            num_programs = self._num_processors * tiling.programs
+            made = [query_runs(tiles, longest_run(tiles, num_kv_heads, num_programs, tiling.least_tiles))]
         launches = []
         for runs in made:
             splits = runs.splits

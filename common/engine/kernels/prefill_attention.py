@@ -55,6 +55,8 @@ class PrefillTiling:
     """Least tiles of keys of a run. With fewer, cutting costs more than it gains."""
     run_tiles: int = 0
     """See `DecodeTiling`."""
+    programs: int = 1
+    """Number of programs that a multiprocessor has room for, by which `longest_run` cuts keys into runs."""
 
     def num_tokens(self, group: int) -> int:
         """Tokens per tile of queries; at least one."""

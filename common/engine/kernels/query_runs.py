@@ -17,7 +17,7 @@ WHOLE = 2**31 - 1
 """A length of runs, in tiles of keys, at which nothing is cut."""
 NO_PLACE = -1
 _PARTS = (1, 2, 3, 4)
-"""Numbers of runs per multiprocessor that are tried."""
+"""Numbers of runs for each program that runs at a time, which are tried."""
 _RUN_COST = 1
 """Cost of storing the partial result of a run, in the time that a tile of keys takes."""
 _COMBINE_COST = 5
@@ -77,13 +77,14 @@ def query_tiles(
     return tiles
 
 
-def longest_run(tiles: Sequence[QueryTile], num_kv_heads: int, num_processors: int, least_tiles: int) -> int:
+def longest_run(tiles: Sequence[QueryTile], num_kv_heads: int, num_programs: int, least_tiles: int) -> int:
     """Most tiles of keys that a run should have, at least `least_tiles`; WHOLE if cutting costs more than it gains.
 
-    It is found by a model of the device: a multiprocessor runs one program at a time, and takes the next one when it is
-    free. All KV heads cost the same, so each has its share of the multiprocessors.
+    It is found by a model of the device: it runs `num_programs` programs at a time, on each multiprocessor as many as
+    that has room for, and starts the next one when one has ended. The model does not know that a program may be faster
+    when it has a multiprocessor for itself. All KV heads cost the same, so each has its share of the programs.
     """
-    num = max(1, num_processors // num_kv_heads)
+    num = max(1, num_programs // num_kv_heads)
     costs = [tile.end - tile.begin for tile in tiles]
     total = sum(costs)
     best, least_cost = WHOLE, busy_for(costs, num)
@@ -98,10 +99,10 @@ def longest_run(tiles: Sequence[QueryTile], num_kv_heads: int, num_processors: i
     return best
 
 
-def busy_for(costs: Sequence[int], num_processors: int) -> int:
-    """The time at which the last program ends. Programs start in the order of `costs`, each as soon as a processor is
-    free."""
-    free_at = [0] * num_processors
+def busy_for(costs: Sequence[int], num_programs: int) -> int:
+    """The time at which the last program ends, if `num_programs` run at a time. Programs start in the order of `costs`,
+    each as soon as one has ended."""
+    free_at = [0] * num_programs
     for cost in costs:
         heapq.heapreplace(free_at, free_at[0] + cost)
     return max(free_at)

@@ -45,12 +45,6 @@ class SkinnyTiling:
     lines: int = 16
     """Most cache lines of each row of the weight that are fetched before the input is there; a power of two."""
 
-    @classmethod
-    def untuned(cls, num_columns: int, num_processors: int) -> SkinnyTiling:
-        """That gives each multiprocessor a program; of a gated product `num_columns` are the gates."""
-        programs = -(-num_columns // cls().columns)
-        return cls(splits=max(1, -(-num_processors // programs)))
-
 
 def skinny(
     x_MK: torch.Tensor,

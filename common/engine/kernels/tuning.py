@@ -111,7 +111,7 @@ class Tuning:
             return PrefillTiling(rows=16, tile=32 if padded(head_dim) <= 128 else 16, num_warps=4)
         copied = self._copy_engine and _copied(head_dim, itemsize, block_size, PrefillTiling().tile, cache_rows)
         if padded(head_dim) <= 128 and copied:
-            return PrefillTiling(num_warps=4, copy_engine=True)
+            return PrefillTiling(num_warps=4, copy_engine=True, programs=2)
         if padded(head_dim) <= 128:
             return PrefillTiling()
         if self._shared_bytes >= 160 * 2**10:

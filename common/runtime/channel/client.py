@@ -212,7 +212,7 @@ class ControlClient:
             now = self._clock()
             self._heard_at = min(now, self._heard_at + stall_s)
             silent_s = now - self._heard_at
-            if silent_s <= self._pulse.timeout_s:
+            if silent_s <= self._pulse.timeout_s or self._disconnected:  # a broken connection is judged by itself
                 continue
             if self.state is LinkState.OPEN:
                 self._lose(f"silent for {silent_s:.1f} s")
@@ -289,7 +289,8 @@ class ControlClient:
         elif isinstance(message, Goodbye):
             self._end(GOODBYE)
         elif isinstance(message, Heartbeat):
-            if self._is_deaf(message) and not self._is_behind:
+            # While more frames wait unread, this heartbeat may be old, and a later one may confirm the echoes.
+            if self._is_deaf(message) and not self._connection.has_frames:
                 self._lose("it does not hear what is sent to it")
                 self._renew_connection()
                 return
@@ -334,11 +335,6 @@ class ControlClient:
         interval_s = self._pulse.interval_s
         missing_s = (heartbeat.number - heartbeat.echoed) * interval_s
         return min(missing_s, self._clock() - self._unheard[1] + interval_s) > _DEAF_SHARE * self._pulse.timeout_s
-
-    @property
-    def _is_behind(self) -> bool:
-        """Whether more frames wait unread: this heartbeat may then be old, and a later one may confirm the echoes."""
-        return self._connection.has_frames
 
     def _resync(self, sender: Incarnation | None) -> None:
         if sender != self.worker:

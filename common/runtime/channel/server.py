@@ -157,11 +157,6 @@ class ControlServer:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
-    @property
-    def peers(self) -> tuple[Incarnation, ...]:
-        """The clients with a session."""
-        return tuple(self._sessions)
-
     def abandon(self) -> None:
         """Close the socket at once, without a word to anybody: to its clients the worker has crashed."""
         self._sessions.clear()
