@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from gateway.intake.schemas import ChatMessage, ChatRequest
 from gateway.intake.tool_schemas import Tool
 from gateway.text.dialect import Dialect
-from gateway.text.tokenizer import ChatTemplateError, ModelTokenizer, PromptEnding
+from gateway.text.tokenizer import ChatTemplateError, PromptEnding
 from gateway.web.http_errors import invalid
 
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -42,7 +41,7 @@ async def rendered(
         raise invalid("tools", "tools: this model's chat template does not tell the model of functions")
 
     def render() -> str:
-        _refuse_lost_messages(tokenizer, messages, with_tools=bool(tools))
+        _refuse_lost_messages(dialect, messages, with_tools=bool(tools))
         return tokenizer.render_chat(
             [message.for_template() for message in messages],
             [tool.for_template() for tool in tools],
@@ -58,11 +57,10 @@ async def rendered(
         raise invalid("messages", str(error)) from error
 
 
-def _refuse_lost_messages(tokenizer: ModelTokenizer, messages: Sequence[ChatMessage], *, with_tools: bool) -> None:
+def _refuse_lost_messages(dialect: Dialect, messages: Sequence[ChatMessage], *, with_tools: bool) -> None:
     """Raise for the first message that the template would leave out because it does not know its role: the answer would
     be to another conversation."""
-    tells_of_tools = re.search(r"\btools\b", tokenizer.chat_template(with_tools)) is not None
-    known = _ROLES if tells_of_tools else _ROLES - {"tool"}
+    known = _ROLES if dialect.reads("tools", with_tools=with_tools) else _ROLES - {"tool"}
     seen: set[str] = set()
     for index, message in enumerate(messages):
         param, role = f"messages[{index}].role", message.role
@@ -71,7 +69,7 @@ def _refuse_lost_messages(tokenizer: ModelTokenizer, messages: Sequence[ChatMess
         seen.add(role)
         if len(seen) > _MAX_OTHER_ROLES:
             raise invalid(param, f"{param}: more than {_MAX_OTHER_ROLES} roles besides {', '.join(sorted(known))}")
-        if tokenizer.leaves_out(role, with_tools=with_tools):
+        if dialect.tokenizer.leaves_out(role, with_tools=with_tools):
             raise invalid(param, f"{param}: this model's chat template leaves out messages of the role {role!r}")
 
 

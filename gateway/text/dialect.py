@@ -66,9 +66,9 @@ class Dialect:
         """Whether the chat template tells the model about functions."""
         return self.reads("tools")
 
-    def reads(self, name: str) -> bool:
-        """Whether the chat template has a variable of this name."""
-        return re.search(rf"\b{name}\b", self.tokenizer.chat_template(with_tools=True)) is not None
+    def reads(self, name: str, *, with_tools: bool = True) -> bool:
+        """Whether the chat template for conversations with functions, or without, has a variable of this name."""
+        return re.search(rf"\b{name}\b", self.tokenizer.chat_template(with_tools)) is not None
 
     def opens_reasoning(self, prompt: str, continued: str = "") -> bool:
         """Whether an answer to this prompt begins within the reasoning. `continued` is the text of the message at the

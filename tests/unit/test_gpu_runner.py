@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -89,10 +88,6 @@ def waits_for(path, found):
 '''
 
 
-LIMITS_S = (2.0, 12.0)
-"""Limits for a measurement that never ends: the second one if the machine was too busy to begin it within the first."""
-
-
 @pytest.fixture
 def fakes(tmp_path: Path) -> Path:
     """A folder with a module of fake measurements."""
@@ -135,12 +130,8 @@ def runs(pid: int) -> bool:
 def test_it_goes_on_after_whatever_a_measurement_does(fakes: Path) -> None:
     names = ("fine", "crashes", "raises", "hangs", "chatters", "garbles", "says_nothing")
     last = fake(fakes, "fine", number=1)
-    for limit_s in LIMITS_S:
-        measurements = [fake(fakes, name, limit_s if name == "hangs" else 60.0) for name in names]
-        outcomes = run_all(fakes, *measurements, Measurement(**{**fields(last), "name": "last"}))
-        if outcomes["hangs"].num_rows:
-            break
-        shutil.rmtree(fakes / "out")
+    measurements = [fake(fakes, name, 8.0 if name == "hangs" else 60.0) for name in names]
+    outcomes = run_all(fakes, *measurements, Measurement(**{**fields(last), "name": "last"}))
     assert {name: (each.status, each.num_rows) for name, each in outcomes.items()} == {
         "fine": ("ok", 3),
         "crashes": ("failed", 1),
@@ -156,7 +147,7 @@ def test_it_goes_on_after_whatever_a_measurement_does(fakes: Path) -> None:
     assert "about to fall over" in ends["crashes"]["error"]
     assert "ended with -6" in ends["crashes"]["error"]
     assert "RuntimeError: there is no such kernel" in ends["raises"]["error"]
-    assert f"not done in {limit_s:.0f} s" in ends["hangs"]["error"]
+    assert "not done in 8 s" in ends["hangs"]["error"]
     assert "hang_in_a_function_of_this_name" in ends["hangs"]["error"], "where it stood is told"
     assert "no row" in ends["garbles"]["error"]
     assert ends["fine"]["error"] == ends["chatters"]["error"] == ""
@@ -200,10 +191,7 @@ def test_a_row_is_on_disk_while_its_measurement_goes_on(fakes: Path) -> None:
 @pytest.mark.parametrize("name", ["leaves", "ends_and_leaves"])
 def test_nothing_that_a_measurement_started_is_left(fakes: Path, name: str) -> None:
     pids = fakes / "pids"
-    for limit_s in LIMITS_S if name == "leaves" else (60.0,):
-        (outcome,) = run_all(fakes, fake(fakes, name, limit_s, pids=str(pids))).values()
-        if pids.exists():
-            break
+    (outcome,) = run_all(fakes, fake(fakes, name, 12.0 if name == "leaves" else 60.0, pids=str(pids))).values()
     assert outcome.status == ("timeout" if name == "leaves" else "ok"), outcome.error
     found = [int(pid) for pid in pids.read_text().split()]
     assert found
