@@ -1,8 +1,8 @@
 """Whether the client of a connection reads what is sent to it.
 
-A transport counts the bytes that wait in its own buffer. Over TLS these are only the bytes that wait above TCP, and an
-answer that is written at once is below it, in a buffer that the event loops do not show. So over TLS the kernel is
-asked too: it knows what the client's machine has acknowledged, and whether anything waits for that.
+A transport counts the bytes that wait in its own buffer. The kernel holds up to megabytes below it, and takes no more
+before a third of that has been read; over TLS, what is written at once waits in a buffer that event loops do not show.
+So the kernel is asked too: it knows what the client's machine has acknowledged, and whether anything waits for that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Reading:
         self._stall_timeout_s = stall_timeout_s
         self._reading_timeout_s = reading_timeout_s
         self._refused = refused
-        self._is_tls = transport.get_extra_info("sslcontext") is not None
         self.is_over = False
         """Whether the connection is lost, or its client has been cut off."""
         self._seen = (0, 0)
@@ -47,12 +46,12 @@ class Reading:
         """When that was; the loop's time."""
         self._look_timer: asyncio.TimerHandle | None = None
         self._pause_timer: asyncio.TimerHandle | None = None
-        if self._is_tls:
+        if transport.get_extra_info("sslcontext") is not None:
             transport.set_write_buffer_limits(high=_TLS_HIGH_BYTES)
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was written has been read, as far as this process knows, or over TLS this machine."""
+        """Whether all that was written has been read, as far as this machine knows."""
         return not self.transport.get_write_buffer_size() and not self._kernel()[1]
 
     def watch(self) -> None:
@@ -116,9 +115,9 @@ class Reading:
         return self.transport.get_write_buffer_size(), self._kernel()[0]
 
     def _kernel(self) -> tuple[int, int]:
-        """Over TLS: the number of bytes that the client's machine has acknowledged, and a number that is 0 if these are
-        all that the kernel was given. Zeros without TLS, on a lost connection, and if the kernel does not count."""
-        below = self.transport.get_extra_info("socket") if self._is_tls else None
+        """The number of bytes that the client's machine has acknowledged, and a number that is 0 if these are all that
+        the kernel was given. Zeros on a lost connection, and if the kernel does not count."""
+        below = self.transport.get_extra_info("socket")
         if below is not None:
             with suppress(OSError):
                 info = below.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
