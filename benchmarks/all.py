@@ -75,7 +75,7 @@ MEASUREMENTS = (
         "--requests 2 --minutes 4",
         7,
     ),
-    Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 1 --minutes 33", 40),
+    Measurement("benchmarks.versus --model 0.5b --dtype bfloat16 --rounds 3 --requests 2 --minutes 60", 70),
     Measurement(
         "benchmarks.versus --model 0.5b --dtype bfloat16 --workload sharegpt --concurrency 1 8 32 --rounds 3 "
         "--requests 1 --minutes 66",

@@ -27,6 +27,7 @@ from benchmarks.systems import (
     compared_pairs,
     in_turns,
     length_options,
+    lengths_of,
     part,
     peers_of,
     started,
@@ -98,7 +99,8 @@ def measure(
     systems: tuple[str, ...] = SYSTEMS,
 ) -> Iterator[Result]:
     """Start the systems, and let them take turns at each rate: all runs so far after each rate."""
-    options = [*length_options(workload, input_tokens, output_tokens), "--duration-s", str(seconds)]
+    lengths = lengths_of(workload, input_tokens, output_tokens)
+    options = [*length_options(workload, lengths), "--duration-s", str(seconds)]
     options += ["--timeout-s", str(timeout_s), "--ttft-target-s", str(ttft_s), "--tpot-target-s", str(itl_s)]
     peers = peers_of(systems, model, dtype)
     with started(scratch, model, dtype, systems) as up:
@@ -110,9 +112,8 @@ def measure(
 
         for runs in in_turns(up, "rate", rates, rounds=rounds, minutes=minutes, load=load):
             figures = {**summary(runs), "runs": runs}
-            yield Result(
-                name=by_cpu(f"goodput-{model}-{dtype}-{workload}{part(systems)}"), figures=figures, peers=peers
-            )
+            name = by_cpu(f"goodput-{model}-{dtype}-{workload}{part(systems)}")
+            yield Result(name=name, figures=figures, workload=lengths, peers=peers)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from benchmarks.aim_table import AIMED, aims
+from benchmarks.aim_table import AIMED, BESIDE_VLLM_AIMS, aims, outcome
 from benchmarks.record import RECORDED_ONCE, Run, instructions
 from benchmarks.result_tables import Figures, Row, bound_threads, table
 
@@ -18,22 +18,29 @@ _CALLED = {"baton pair": "a pair", "vllm pair": "a pair", "baton colocated": "on
 def beside_vllm(*runs: Run | None) -> str:
     """Baton's tokens per second, time to the first token and gaps in multiples of vLLM's.
 
-    From the least to the most over the requests at a time: medians of the rounds, in brackets any round. Runs with
-    threads of vLLM bound to cores are marked with * and come last; otherwise the newest run comes first.
+    From the least to the most over the requests at a time: medians of the rounds, in brackets any round. The run in
+    which Baton has the fewest tokens per second comes first. Runs with vLLM's threads bound to cores are marked with *.
     """
-    rows = []
-    for run in sorted(filter(None, runs), key=lambda run: (not bound_threads(run), run["recorded_at"]), reverse=True):
-        workload, figures = run["workload"], run["figures"]["runs"]
+    groups = []
+    for run in filter(None, runs):
+        workload, machine, figures = run["workload"], run["machine"], run["figures"]["runs"]
         at_a_time = " ".join(map(str, workload["concurrency"]))
-        what = f"{workload['model']}, {workload['dtype']}, {at_a_time} at a time, {instructions(run['machine'])}"
-        what = f"{what} *" if bound_threads(run) else what
+        cpu = machine["cpu"].replace("(R)", "").removesuffix(" Processor")
+        on = f"{instructions(machine)} ({cpu})"
+        what = f"{workload['model']}, {workload['dtype']}, {at_a_time} at a time, {on}"
+        what, least, rows = f"{what} *" if bound_threads(run) else what, [], []
         for ours, theirs in PAIRINGS:
             of = [_ratios(figures, ours, theirs, name) for name in ("output_tokens_per_s", "ttft_p50_s", "itl_p99_s")]
             if of[0]:
                 rounds = min(len(each) for each in of[0])
                 rows.append([what, f"{_CALLED[ours]} / {_CALLED[theirs]}", str(rounds), *map(_span, of)])
+                least.append(min(map(median, of[0])))
                 what = ""
-    return table(["model, weights, requests, CPU", "systems", "rounds", "tokens/s", "first token", "gaps, P99"], rows)
+        groups.append((min(least), rows))
+    rows = [row for _, group in sorted(groups) for row in group]
+    missed = [f"* {aim.told}: {outcome(aim, [*filter(None, runs)])}" for aim in BESIDE_VLLM_AIMS]
+    head = ["model, weights, requests, CPU", "systems", "rounds", "tokens/s", "first token", "gaps, P99"]
+    return "\n".join([table(head, rows), "The aims, by medians, at all points of these runs:\n", *missed, ""])
 
 
 def _ratios(runs: Sequence[Row], ours: str, theirs: str, figure: str) -> list[list[float]]:

@@ -91,16 +91,31 @@ def part(systems: Sequence[str]) -> str:
     return "" if tuple(systems) == SYSTEMS else "".join(f"-{name.replace(' ', '-')}" for name in systems)
 
 
-def length_options(workload: Workload, input_tokens: int, output_tokens: int) -> list[str]:
-    """Options of the load generator for the lengths; the numbers of tokens are those of `fixed`."""
+def lengths_of(workload: Workload, input_tokens: int, output_tokens: int) -> dict[str, int | None]:
+    """The lengths in tokens, for the record: of `fixed` those given, of ShareGPT where they are cut. Two thirds of its
+    answers would be longer."""
     if workload == "fixed":
-        return ["--workload", workload, "--input-tokens", str(input_tokens), "--output-tokens", str(output_tokens)]
-    return ["--workload", workload, "--max-input-tokens", "1500", "--max-output-tokens", "300"]
+        return {"input_tokens": input_tokens, "output_tokens": output_tokens}
+    return {"input_tokens": None, "output_tokens": None, "max_input_tokens": 1500, "max_output_tokens": 300}
+
+
+def length_options(workload: Workload, lengths: Mapping[str, int | None]) -> list[str]:
+    """Options of the load generator for such lengths."""
+    told = ((f"--{name.replace('_', '-')}", str(number)) for name, number in lengths.items() if number is not None)
+    return ["--workload", workload, *itertools.chain.from_iterable(told)]
 
 
 def turns(points: Sequence[float], rounds: int) -> Iterator[tuple[int, float]]:
     """(round, point of the load) of each turn. Round -1 is a warm-up at each point."""
     return itertools.product(range(-1, rounds), points)
+
+
+def order(systems: Sequence[str], round_number: int) -> list[str]:
+    """The order in a round. Every second round has the order of the one before backwards, so that a machine that slows
+    down favours neither of two; then another one is first."""
+    first = round_number // 2 % len(systems)
+    turned = [*systems[first:], *systems[:first]]
+    return turned[::-1] if round_number % 2 else turned
 
 
 def in_turns(
@@ -123,9 +138,8 @@ def in_turns(
         if time.monotonic() > end:
             return
         seed = round(1000 * point) + number + 1
-        names, first = list(systems), number % len(systems)
-        for name in (*names[first:], *names[:first]):
-            with paused([group for other in names if other != name for group in systems[other].groups]):
+        for name in order(tuple(systems), number):
+            with paused([group for other in systems if other != name for group in systems[other].groups]):
                 figures = load(name, point, seed)
             time.sleep(SETTLING_S)
             show(f"{number} {name}, {point:g}", figures)

@@ -23,6 +23,7 @@ from benchmarks.systems import (
     compared_pairs,
     in_turns,
     length_options,
+    lengths_of,
     part,
     peers_of,
     started,
@@ -50,23 +51,22 @@ def measure(
     itl_target_s: Annotated[float, "Baton's target between tokens (--standard-itl-s); 0: its default"] = 0.0,
 ) -> Iterator[Result]:
     """Start the systems, and let them take turns: all runs so far after each turn."""
-    lengths, peers = length_options(workload, input_tokens, output_tokens), peers_of(systems, model, dtype)
+    lengths, peers = lengths_of(workload, input_tokens, output_tokens), peers_of(systems, model, dtype)
+    of_lengths = length_options(workload, lengths)
     target = f"-itl-{itl_target_s:g}" if itl_target_s else ""
     with started(scratch, model, dtype, systems, itl_target_s) as up:
 
         def load(name: str, places: float, seed: int) -> dict[str, Any]:
             options = ["--concurrency", str(places), "--requests", str(max(4, requests * int(places)))]
-            figures = load_figures(
-                run_load(up[name].url, scratch / "run.json", *lengths, *options, "--seed", str(seed))
-            )
+            ran = run_load(up[name].url, scratch / "run.json", *of_lengths, *options, "--seed", str(seed))
+            figures = load_figures(ran)
             assert not figures["failed"] or name.startswith("vllm"), f"{name}: {figures}"
             return figures
 
         for runs in in_turns(up, "concurrency", concurrency, rounds=rounds, minutes=minutes, load=load):
             ratios = {"ratios": summary(runs), "runs": runs}
-            yield Result(
-                name=by_cpu(f"versus-{model}-{dtype}-{workload}{part(systems)}{target}"), figures=ratios, peers=peers
-            )
+            name = by_cpu(f"versus-{model}-{dtype}-{workload}{part(systems)}{target}")
+            yield Result(name=name, figures=ratios, workload=lengths, peers=peers)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks.figures import compared, cpu_seconds, spread
 from benchmarks.interference import gaps_around, summary_ms
 from benchmarks.load_run import load_figures
 from benchmarks.steady import resident_mib
+from benchmarks.systems import PAIRS, SYSTEMS, length_options, lengths_of, order
 
 # --- quantiles -------------------------------------------------------------------------------------------------------
 
@@ -37,6 +39,34 @@ def test_systems_in_turns_are_compared_by_the_ratios_of_their_rounds() -> None:
         "ratio_min": 0.25,
         "ratio_max": 3.0,
     }
+
+
+@pytest.mark.parametrize("names", [SYSTEMS, SYSTEMS[2:]])
+def test_each_system_has_its_turn_as_often_before_as_after_the_one_it_is_compared_with(names: Sequence[str]) -> None:
+    rounds = [order(names, number) for number in range(4)]
+    assert all(sorted(each) == sorted(names) for each in rounds)
+    for ours, theirs in PAIRS:
+        if ours in names:
+            assert sum(each.index(ours) < each.index(theirs) for each in rounds) == 2
+            assert rounds[0].index(ours) < rounds[0].index(theirs)
+            assert rounds[1].index(ours) > rounds[1].index(theirs)
+    assert len({each[0] for each in rounds}) > 1
+
+
+def test_a_record_has_the_lengths_that_were_asked_for() -> None:
+    fixed = lengths_of("fixed", 512, 64)
+    assert (fixed, length_options("fixed", fixed)) == (
+        {"input_tokens": 512, "output_tokens": 64},
+        ["--workload", "fixed", "--input-tokens", "512", "--output-tokens", "64"],
+    )
+    drawn = lengths_of("sharegpt", 512, 64)
+    assert {name: number for name, number in drawn.items() if number is not None} == {
+        "max_input_tokens": 1500,
+        "max_output_tokens": 300,
+    }
+    assert drawn.keys() >= fixed.keys(), "else the record has the options of the other workload"
+    options = ["--workload", "sharegpt", "--max-input-tokens", "1500", "--max-output-tokens", "300"]
+    assert length_options("sharegpt", drawn) == options
 
 
 def test_processor_time_is_that_of_all_threads() -> None:
