@@ -192,6 +192,7 @@ BESIDE_VLLM = (
     "versus-0.5b-float32-fixed-baton-pair-vllm-pair-avx2",
     "versus-0.5b-bfloat16-fixed",
     "versus-0.5b-bfloat16-fixed-amx",
+    "versus-0.5b-bfloat16-fixed-baton-colocated-vllm-single-amx",
     "versus-15m-float32-fixed",
     "versus-15m-bfloat16-fixed",
     "versus-15m-bfloat16-fixed-amx",

@@ -538,6 +538,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "versus-0.5b-bfloat16-fixed": versus,
     "versus-0.5b-float32-fixed": versus,
     "versus-0.5b-float32-fixed-baton-pair-vllm-pair": versus,
+    "versus-0.5b-bfloat16-fixed-baton-colocated-vllm-single": versus,
     "versus-0.5b-float32-fixed-baton-colocated-vllm-single": versus,
     "versus-0.5b-float32-fixed-baton-colocated-vllm-single-itl-4": versus,
     "versus-0.5b-float32-sharegpt-baton-pair-vllm-pair": versus,

@@ -42,10 +42,10 @@ class Book:
 
     # --- ends ----------------------------------------------------------------------------------------------------
 
-    def end(self, choice: DecodeChoice, *, wanted: bool = False) -> None:
-        """A sequence that has begun has had its last token, or its client needs no more of it (`wanted`)."""
+    def end(self, choice: DecodeChoice, *, by_client: bool = False) -> None:
+        """A sequence that has begun has had its last token, or its client needs no more of it (`by_client`)."""
         self._totals.sequence_ended(self._agenda.now - choice.began)
-        self._scheduler.sequences.remove(choice, wanted=wanted)
+        self._scheduler.sequences.remove(choice, by_client=by_client)
         self.finish_if_ended(choice.request)
 
     def finish_if_ended(self, request: DecodeRequest) -> None:
@@ -73,26 +73,26 @@ class Book:
             self._departures.give_up(choice)
             return
         self._masks.forget(choice.sequence.grammar_state)
-        self.end(choice, wanted=True)
+        self.end(choice, by_client=True)
 
     def fail(self, request: DecodeRequest, cause: Cause, message: str) -> None:
         """Remove the request, and tell its gateway why."""
         self.forget(request, message)
         self._front.refuse(request.gateway, request.key, cause, message)
 
-    def forget(self, request: DecodeRequest, why: str, *, wanted: bool = False) -> None:
-        """Remove the request, whatever its state, without a message to the gateway. `wanted`: its client asked for its
-        end."""
+    def forget(self, request: DecodeRequest, why: str, *, by_client: bool = False) -> None:
+        """Remove the request, whatever its state, without a message to the gateway. `by_client`: its client asked for
+        its end."""
         if request.state is RequestState.FINISHED:
             del self.finished[request.work.request]
             request.enter(RequestEvent.END)
         elif request.state is not RequestState.ENDED:
-            self.drop(request, wanted=wanted)
+            self.drop(request, by_client=by_client)
             request.enter(RequestEvent.END)
             if request.pull is not None:
                 self._front.pulls.abandon(request.pull, None, why)
 
-    def drop(self, request: DecodeRequest, *, wanted: bool = False) -> None:
+    def drop(self, request: DecodeRequest, *, by_client: bool = False) -> None:
         """Remove the request from all tables. The blocks of its pull are released, or kept in quarantine, by the
         pull."""
         del self.requests[request.work.request]
@@ -100,11 +100,11 @@ class Book:
         self._arrivals.forget(request)
         for state in (request.grammar_state, *(each.sequence.grammar_state for each in request.choices)):
             self._masks.forget(state)
-        if wanted:
+        if by_client:
             for choice in request.choices:
                 if choice.stage is not ChoiceStage.ENDED:
                     self._totals.sequence_ended(self._agenda.now - choice.began)
-        self._scheduler.forget(request, wanted=wanted)
+        self._scheduler.forget(request, by_client=by_client)
 
     # --- masks ---------------------------------------------------------------------------------------------------
 

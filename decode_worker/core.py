@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from common.contract.block_hashes import BlockChain, BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Ack, Decode, Drain, Resend
 from common.contract.messages.handoff import Attach, AttachSequence
 from common.contract.messages.session import Role
@@ -42,7 +41,6 @@ from common.worker.events import (
     HelloReceived,
     MaskMade,
     PeerLost,
-    PlannedStep,
     Received,
     StepEnded,
     StepWanted,
@@ -55,12 +53,11 @@ from decode_worker.answers import Answers
 from decode_worker.book import Book
 from decode_worker.draft_model import DraftModel
 from decode_worker.entrance import AT_ENTRANCE
-from decode_worker.migration import Arrivals, Departures, fits, pull_of
+from decode_worker.migration import Arrivals, Departures, first_tokens_fit, pull_of
 from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest, RequestEvent, RequestState
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculation import Speculation
-from decode_worker.step import Step
 from decode_worker.steps import DecodeSteps
 from kv_transfer.events import Consequence, LeaseDropped, Pulled, PullFailed, PullOffered, Unpinned
 from kv_transfer.pull import Pull, PullState
@@ -139,13 +136,23 @@ class DecodeCore:
     def _decide(self, event: Event | Consequence) -> None:
         match event:
             case StepWanted(before):
-                self._on_step_wanted(before)
+                self.steps.wanted(before)
             case PlanWanted():
-                self._on_plan_wanted()
+                self.steps.wanted_again()
             case StepEnded():
                 self.steps.ended(event)
-            case Received(peer, message):
-                self._on_message(peer, message)
+            case Received(gateway, Decode() as work):
+                self._on_decode(gateway, work)
+            case Received(gateway, Abort() as abort):
+                self._on_abort(gateway, abort)
+            case Received(gateway, Ack() as ack):
+                self._on_ack(gateway, ack)
+            case Received(gateway, Resend() as resend):
+                self._on_resend(gateway, resend)
+            case Received(sink, AttachSequence() as attach):
+                self.departures.attach(sink, attach, self._sequence(attach))
+            case Received(_, Drain()):
+                self.front.drain()
             case PullOffered(pull, num_blocks):
                 self._on_pull_offered(pull, num_blocks)
             case Pulled():
@@ -176,61 +183,10 @@ class DecodeCore:
             case _:
                 self.front.handle(event)
 
-    # --- steps ---------------------------------------------------------------------------------------------------
-
-    def _on_step_wanted(self, before: PlannedStep | None) -> None:
-        """Plan the next step, if there is anything to compute. Without one, nothing runs until another event."""
-        step: Step | None = None if before is None else before.plan
-        if step is not None and (self.departures.awaited or not self.scheduler.may_run_ahead(step)):
-            return
-        if self.steps.plan(step) or step is not None:
-            return
-        self.front.tell_turn()
-        self.departures.cut()
-        self._agenda.emit_last(PlanWanted(None))
-
-    def _on_plan_wanted(self) -> None:
-        """The last plan was empty. Plan again, if what followed from it has left something to compute."""
-        may_go_on = self.scheduler.batch.num_running > self.scheduler.num_idle and self.pool.num_free
-        if may_go_on or self.scheduler.has_work:
-            self._on_step_wanted(None)
-
-    def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
-        """A sequence's next mask is known, or that of a request's tokens; or the grammar gave up."""
-        subject = self._masks.made(state)
-        if isinstance(subject, DecodeChoice):
-            self.scheduler.entrance.mask_known(subject)
-            if gave_up is not None and subject.stage is not ChoiceStage.ENDED:
-                self.book.fail(subject.request, gave_up.cause, gave_up.why)
-        elif subject is not None and gave_up is not None:
-            self.book.fail(subject, gave_up.cause, gave_up.why)
-        elif subject is not None and subject.state is RequestState.MASKING:
-            self.scheduler.want(subject, self._agenda.now)
-
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def _on_message(self, peer: Incarnation, message: Message) -> None:
-        """Handle a message from a gateway, or from a worker that pulls from this one."""
-        match message:
-            case Decode():
-                self._on_decode(peer, message)
-            case Abort():
-                self._on_abort(peer, message)
-            case Ack():
-                self._on_ack(peer, message)
-            case Resend():
-                request = self.book.find(message.request)
-                if request is not None and (request.gateway, request.key) == (peer, message.key):
-                    self.answers.again(request, message)
-            case AttachSequence():
-                self.departures.attach(peer, message, self._sequence(message))
-            case Drain():
-                self.front.drain()
-            case _:
-                self.front.on_message(peer, message)
-
     def _on_decode(self, gateway: Incarnation, work: Decode) -> None:
-        if not self.front.admits(work.key):
+        if not self.front.fence.admits(work.key):
             return
         known = self.book.find(work.request)
         if known is not None:
@@ -281,7 +237,7 @@ class DecodeCore:
         elif pull is not None:
             request.enter(RequestEvent.ATTACH)
             vocab_size = self.engine.runner.config.vocab_size
-            self.pulls.begin(pull, lambda tokens: fits(tokens, work, vocab_size))
+            self.pulls.begin(pull, lambda tokens: first_tokens_fit(tokens, work, vocab_size))
         elif work.sampling.grammar is not None:
             request.enter(RequestEvent.MASK)
             self.scheduler.entrance.look_up(request)  # heartbeats tell how much of the prompt is not cached
@@ -307,7 +263,7 @@ class DecodeCore:
         if message.request in self.book.finished:
             self.book.forget(request, "aborted")  # the gateway was sent its end
             return
-        self.book.forget(request, "aborted", wanted=True)
+        self.book.forget(request, "aborted", by_client=True)
         self.front.cancelled(gateway, request.key)
 
     def _on_ack(self, gateway: Incarnation, message: Ack) -> None:
@@ -317,11 +273,28 @@ class DecodeCore:
             request.enter(RequestEvent.END)
             request.choices.clear()  # breaks the reference cycle, which only the garbage collector would free
 
+    def _on_resend(self, gateway: Incarnation, message: Resend) -> None:
+        request = self.book.find(message.request)
+        if request is not None and (request.gateway, request.key) == (gateway, message.key):
+            self.answers.again(request, message)
+
+    def _on_mask(self, state: GrammarState, gave_up: GaveUp | None) -> None:
+        """A sequence's next mask is known, or that of a request's tokens; or the grammar gave up."""
+        subject = self._masks.made(state)
+        if isinstance(subject, DecodeChoice):
+            self.scheduler.entrance.mask_known(subject)
+            if gave_up is not None and subject.stage is not ChoiceStage.ENDED:
+                self.book.fail(subject.request, gave_up.cause, gave_up.why)
+        elif subject is not None and gave_up is not None:
+            self.book.fail(subject, gave_up.cause, gave_up.why)
+        elif subject is not None and subject.state is RequestState.MASKING:
+            self.scheduler.want(subject, self._agenda.now)
+
     # --- pulls ---------------------------------------------------------------------------------------------------
 
     def _on_pull_offered(self, pull: Pull, num_blocks: int) -> None:
         """The offer of a request, or of a stage of a moving sequence, is open: it waits for room."""
-        if self.arrivals.find(pull):
+        if self.arrivals.reads_ahead(pull):
             self.arrivals.offered_ahead(pull, num_blocks)
             return
         request = self._pulling(pull)
@@ -341,7 +314,7 @@ class DecodeCore:
 
     def _on_pulled(self, pulled: Pulled) -> None:
         """The pulled blocks are valid: the request's choices begin."""
-        if self.arrivals.find(pulled.pull):
+        if self.arrivals.reads_ahead(pulled.pull):
             self.arrivals.pulled_ahead(pulled.pull, pulled.block_ids)
             return
         request = self.book.requests[pulled.pull.key.request]
@@ -355,11 +328,8 @@ class DecodeCore:
 
     def _on_pull_failed(self, pull: Pull, cause: Cause | None, message: str) -> None:
         """A pull has ended without valid blocks."""
-        ahead_of = self.arrivals.find(pull)
-        if ahead_of is not None:
-            failure = self.arrivals.gave_up_ahead(pull, cause)
-            if failure is not None:
-                self.book.fail(ahead_of, failure, f"reading ahead failed: {message}")
+        if self.arrivals.reads_ahead(pull):
+            self.arrivals.gave_up_ahead(pull, cause, message)
             return
         request = self._pulling(pull)
         if request is None:

@@ -191,8 +191,8 @@ class Entrance:
     # --- letting in ----------------------------------------------------------------------------------------------
 
     def reserve(self, now: float) -> list[Reservation]:
-        """Admit what fits: preempted sequences first, then waiting requests. Returns reservations of requests that may
-        pull."""
+        """Admit what fits, by tier; of a tier, preempted sequences before waiting requests. Returns reservations of
+        requests that may pull."""
         unchanged = not self._look_again and self._pool.num_free <= self._free_when_refused
         if unchanged and not self._forecast_is_old and not self._waited_long(self._next_preempted(), now):
             self._free_when_refused = self._pool.num_free

@@ -18,10 +18,10 @@ from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 _SHARE: Final = 0.8
 """Part of a target that a step may take while prompts wait: of the target between tokens, or of that of first tokens if
 nobody decodes. Steps vary, so the rest is left."""
-_LATE_STEPS: Final = 7
-"""Where prompts are late, a step may take so many times as long as one of a single decode, whatever the target between
-tokens. With less, prompts come so slowly that few sequences decode together, and reading the weights for these few is
-most of the work."""
+_LATE_STEPS: Final = (7, 12)
+"""Where prompts are late, a step may take as long as a newcomer can wait, whatever the target between tokens, but at
+least and at most so many times as long as a step of a single decode. With less, prompts come so slowly that few
+sequences decode together, and reading the weights for these few is most of the work; with more, little is gained."""
 _LEAST_TOKENS: Final = 16
 """Fewest tokens of prompts in a step, if any wait: with fewer, its fixed costs outweigh them."""
 _LEAST_ALONE: Final = 128
@@ -35,8 +35,8 @@ class LocalPrompts:
     def __init__(self, policy: Policy, costs: Costs) -> None:
         self._policy = policy
         self._costs = costs
-        self._alone_s = _SHARE * min(map(policy.ttft_target_s, Tier))
-        """Longest expected duration of a step without decodes. Whoever arrives meanwhile waits for its end."""
+        self._newcomer_s = _SHARE * min(map(policy.ttft_target_s, Tier))
+        """How long a newcomer can wait for the end of a step: the longest one without decodes."""
         self.of_requests: dict[DecodeRequest, LocalPrompt] = {}
         """Requests whose prompt is being computed here."""
         self.of_sequences: dict[DecodeChoice, LocalPrompt] = {}
@@ -80,8 +80,8 @@ class LocalPrompts:
         By the measured costs, a step with decodes takes at most `_SHARE` of the shortest target between tokens of the
         tiers that decode, of which at least a quarter is the prompts', however long the decodes take. Where a prompt
         would else be late, after those before it, a step has all that this share allows. Where that does not suffice it
-        has what does, at most the whole target; or `_LATE_STEPS` times what a step of one decode takes, but not in a
-        worker for latency, and not for prompts of a lower tier than a sequence that decodes.
+        has what does, at most the whole target; or `_late_s`, but not in a worker for latency, and not for prompts of a
+        lower tier than a sequence that decodes.
 
         A step without decodes takes at most `_SHARE` of the shortest target of first tokens, but has at least
         `_LEAST_ALONE` tokens.
@@ -91,14 +91,13 @@ class LocalPrompts:
             return most
         if decodes and self._policy.prefill_tokens is not None:
             return min(most, self._policy.prefill_tokens)
-        late_s = 0.0 if self._policy.step_target_s is not None else _LATE_STEPS * costs.least_step_s
         if decodes:
             tiers = {choice.request.work.tier for choice in decodes}
             target_s = min(map(self._policy.itl_target_s, tiers))
             share, whole = self._tokens_of(_SHARE * target_s, most), self._tokens_of(target_s, most)
             beside_s, enough = costs.decode_s, costs.decode_s / token_s if token_s else most
         else:
-            most = share = whole = costs.tokens_within(self._alone_s, _LEAST_ALONE, most)
+            most = share = whole = costs.tokens_within(self._newcomer_s, _LEAST_ALONE, most)
             beside_s, enough = costs.step_s, costs.enough_tokens
         first = chunks.num_up_to_end(max(_LEAST_TOKENS, enough), most, now)
         first = min(max(_LEAST_TOKENS, first), share)
@@ -118,12 +117,18 @@ class LocalPrompts:
         if least <= first:
             return first
         num_tokens = max(share, min(whole, least))
-        if not decodes or late_s <= target_s:
+        late_s = self._late_s()
+        if not decodes or self._policy.step_target_s is not None or late_s <= target_s:
             return num_tokens
         highest = min(tier.rank for tier in tiers)
         own = list(takewhile(lambda each: each.urgency[0] <= highest, chunks))
         num_own = sum(each.num_uncomputed for each in own)
         return max(num_tokens, min(num_own, needed(own, self._tokens_of(late_s, most))))
+
+    def _late_s(self) -> float:
+        """Longest duration of a step beside decodes where prompts are late; see `_LATE_STEPS`."""
+        least, most = (number * self._costs.least_step_s for number in _LATE_STEPS)
+        return min(max(least, self._newcomer_s), most)
 
     def _tokens_of(self, step_s: float, most: int) -> int:
         """Prompt tokens, at most `most`, of a step with decodes that should take `step_s`."""

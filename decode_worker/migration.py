@@ -244,10 +244,9 @@ class Arrivals:
         arrival.ahead = Pull(request.work.source, wanted)
         self._pulls.begin(arrival.ahead)
 
-    def find(self, ahead: Pull) -> DecodeRequest | None:
-        """The request whose first stage this pull is; None if there is none."""
-        arrival = self._of(ahead)
-        return None if arrival is None else arrival.request
+    def reads_ahead(self, pull: Pull) -> bool:
+        """Whether this pull is the first stage of a move."""
+        return self._of(pull) is not None
 
     def offered_ahead(self, ahead: Pull, num_blocks: int) -> None:
         """The source offers blocks of the first stage."""
@@ -275,9 +274,8 @@ class Arrivals:
         else:
             self._attach(arrival)
 
-    def gave_up_ahead(self, ahead: Pull, cause: Cause | None) -> Cause | None:
-        """The first stage has failed, or was abandoned, for `cause`. Begins the second stage and returns None, or
-        returns the cause with which the move is to fail.
+    def gave_up_ahead(self, ahead: Pull, cause: Cause | None, why: str) -> None:
+        """The first stage has failed, or was abandoned, for `cause`. Begins the second stage, or fails the move.
 
         The move fails if a read may still write to the blocks. It also fails if this worker lacks more than
         `MAX_TAIL_BLOCKS`, unless the source has nothing to lend (`LEASE_LOST` without an offer): it has no prefix
@@ -290,10 +288,10 @@ class Arrivals:
         lends_nothing = cause is Cause.LEASE_LOST and ahead.num_blocks is None
         if not ahead.quarantined and (arrival.num_lacking <= MAX_TAIL_BLOCKS or lends_nothing):
             self._attach(arrival)
-            return None
-        if cause in (Cause.WORKER_LOST, Cause.FINGERPRINT):
-            return cause
-        return Cause.LEASE_LOST if cause is Cause.CAPACITY else Cause.TRANSFER
+            return
+        if cause not in (Cause.WORKER_LOST, Cause.FINGERPRINT):
+            cause = Cause.LEASE_LOST if cause is Cause.CAPACITY else Cause.TRANSFER
+        self._fail(arrival, cause, f"reading ahead failed: {why}")
 
     def offered(self, request: DecodeRequest, num_blocks: int) -> None:
         """The sequence was cut and is offered: read the blocks that are not here."""
@@ -361,7 +359,7 @@ def known(tokens: Tokens, vocab_size: int) -> bool:
     return all(token < vocab_size for token in tokens.token_ids)
 
 
-def fits(tokens: Sequence[Tokens], work: Decode, vocab_size: int) -> bool:
+def first_tokens_fit(tokens: Sequence[Tokens], work: Decode, vocab_size: int) -> bool:
     """Whether `tokens` are first tokens for `work`: one for each of its choices, at the right position."""
     return tuple(first.choice for first in tokens) == work.choices and all(
         known(first, vocab_size)

@@ -125,8 +125,8 @@ class DecodeScheduler:
         self.trials.add(request.key, request.work.suspicion)
 
     def reserve(self, now: float) -> list[Reservation]:
-        """Admit what fits: preempted sequences first, then waiting requests. Returns reservations of requests that may
-        pull."""
+        """Admit what fits, by tier; of a tier, preempted sequences before waiting requests. Returns reservations of
+        requests that may pull."""
         return self.entrance.reserve(now)
 
     def lend(self, block_hashes: Sequence[BlockHash]) -> list[int]:
@@ -234,16 +234,16 @@ class DecodeScheduler:
                 self._pool.name(chunk.prompt.block_table[full], request.chain.hashes[full])
         return live
 
-    def forget(self, request: DecodeRequest, *, wanted: bool = False) -> None:
+    def forget(self, request: DecodeRequest, *, by_client: bool = False) -> None:
         """Remove the request, whatever its state. The blocks of a pull are released by the pull's owner.
 
-        `wanted`: its client asked for its end (a stop string, say). Then its present length is added to the observed
+        `by_client`: its client asked for its end (a stop string, say). Then its present length is added to the observed
         lengths.
         """
         self.trials.discard(request.key)
         self.entrance.forget(request)
         for choice in request.choices:
-            self.sequences.remove(choice, wanted=wanted)
+            self.sequences.remove(choice, by_client=by_client)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -167,11 +167,11 @@ class Sequences:
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def remove(self, choice: DecodeChoice, *, wanted: bool = False) -> None:
-        """A sequence has ended or is given up: release its blocks. `wanted`: its client asked for its end."""
+    def remove(self, choice: DecodeChoice, *, by_client: bool = False) -> None:
+        """A sequence has ended or is given up: release its blocks. `by_client`: its client asked for its end."""
         if choice.stage is ChoiceStage.ENDED:
             return
-        if wanted or choice.finish_reason is not None:
+        if by_client or choice.finish_reason is not None:
             self._admission.ended(choice)
         if choice in self._batch:  # charge its last step: the flow covers those before
             work = choice.request.work

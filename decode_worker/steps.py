@@ -16,7 +16,7 @@ from common.engine.prompt import first_tokens
 from common.engine.sequence import finish_reason
 from common.scheduling.chunked_prefill import Chunk
 from common.scheduling.costs import Costs
-from common.worker.agenda import Agenda
+from common.worker.agenda import Agenda, PlanWanted
 from common.worker.events import PlannedStep, StepEnded
 from common.worker.front import Front
 from decode_worker.answers import Answers
@@ -54,7 +54,24 @@ class DecodeSteps:
     def __post_init__(self) -> None:
         self._columns = DecodeColumns(self._config.max_sequence_tokens, self._config.eos_token_ids)
 
-    def plan(self, before: Step | None) -> bool:
+    def wanted(self, before: PlannedStep | None) -> None:
+        """Plan the next step, if there is anything to compute. Without one, nothing runs until another event."""
+        step: Step | None = None if before is None else before.plan
+        if step is not None and (self._departures.awaited or not self._scheduler.may_run_ahead(step)):
+            return
+        if self._plan(step) or step is not None:
+            return
+        self._front.tell_turn()
+        self._departures.cut()
+        self._agenda.emit_last(PlanWanted(None))
+
+    def wanted_again(self) -> None:
+        """The last plan was empty. Plan again, if what followed from it has left something to compute."""
+        may_go_on = self._scheduler.batch.num_running > self._scheduler.num_idle and self._pool.num_free
+        if may_go_on or self._scheduler.has_work:
+            self.wanted(None)
+
+    def _plan(self, before: Step | None) -> bool:
         """Plan a step; returns whether there is anything to compute. The step `before` still runs."""
         number = self._pool.step_started()
         # Its drafts would only be dropped with a sequence that is about to move.

@@ -95,7 +95,7 @@ def heartbeat(core: DecodeCore, number: int) -> Heartbeat:
 
 
 def counts(core: DecodeCore) -> Mapping[str, object]:
-    """What the worker holds. At rest the counts are zero."""
+    """What the worker holds. At rest all counts but `blocks_total` and `blocks_cached` are zero."""
     scheduler = core.scheduler
     return {
         **core.front.counts(),

@@ -149,7 +149,7 @@ class _Api:
         form = await self._form(request, CompletionRequest)
         caller = request[CALLER]
         caller.check_tier(form.service_tier)
-        job = await self._intake.completion(form, caller.tenant, caller.expect_prompt)
+        job = await self._intake.completion(form, caller.tenant, caller.charge_ahead)
         answer = CompletionFormat(
             self._heading("cmpl"),
             self._tokenizer,
@@ -165,7 +165,7 @@ class _Api:
         form = await self._form(request, ChatRequest)
         caller = request[CALLER]
         caller.check_tier(form.service_tier)
-        job = await self._intake.chat(form, caller.tenant, caller.expect_prompt)
+        job = await self._intake.chat(form, caller.tenant, caller.charge_ahead)
         answer = ChatFormat(
             self._heading("chatcmpl"),
             self._tokenizer,
@@ -178,8 +178,8 @@ class _Api:
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         caller = request[CALLER]
         form = await self._form(request, TokenizeRequest)
-        tokens = await self._intake.tokenize(form, caller.expect_prompt)
-        caller.admit_prompt(len(tokens))
+        tokens = await self._intake.tokenize(form, caller.charge_ahead)
+        caller.charge_prompt(len(tokens))
         answer = answers.Tokenized(tokens=tokens, count=len(tokens), max_model_len=self._limits.max_sequence_tokens)
         if form.return_token_strs:
             answer["token_strs"] = await self._tokenizer.raw(tokens)
@@ -187,7 +187,7 @@ class _Api:
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         form = await self._form(request, DetokenizeRequest)
-        text = await self._intake.detokenize(form, request[CALLER].admit_prompt)
+        text = await self._intake.detokenize(form, request[CALLER].charge_prompt)
         return _json(await _encoded(answers.DetokenizedText(prompt=text)))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -231,7 +231,7 @@ class _Api:
         self, request: web.Request, job: Job, answer: AnswerFormat, arrived_s: float
     ) -> web.StreamResponse:
         caller = request[CALLER]
-        caller.admit_prompt(job.num_prompt_tokens)
+        caller.charge_prompt(job.num_prompt_tokens)
         request[_JOB] = job
         target = self._settings.targets[job.generations[0].tier]
         life = RequestLife(

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from common.contract.block_hashes import BlockHash
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestKey
-from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Abort, Drain, Prefill
 from common.contract.messages.session import Profile, Role
 from common.engine.block_pool import BlockPool
@@ -111,7 +110,6 @@ class PrefillCore:
         """Every request, from its arrival until its lease has ended."""
         self.masks: MaskAsks[PrefillRequest] = MaskAsks(self._agenda)
         """Requests that wait for blocks once the mask of their first tokens is known."""
-        self.totals = view.PrefillTotals()
         self.steps = PrefillSteps(
             self._agenda,
             engine.runner.config,
@@ -121,7 +119,6 @@ class PrefillCore:
             self.scheduler,
             self.prefix_pulls,
             self.front,
-            self.totals,
             self._fail,
         )
 
@@ -138,8 +135,12 @@ class PrefillCore:
                 self.steps.plan(before)
             case StepEnded():
                 self.steps.ended(event)
-            case Received(peer, message):
-                self._on_message(peer, message)
+            case Received(gateway, Prefill() as work):
+                self._on_prefill(gateway, work)
+            case Received(gateway, Abort() as abort):
+                self._on_abort(gateway, abort)
+            case Received(_, Drain()):
+                self._drain()
             case PullOffered(pull, num_blocks):
                 self._on_pull_offered(pull, num_blocks)
             case Pulled(pull, block_ids, _):
@@ -171,20 +172,8 @@ class PrefillCore:
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def _on_message(self, peer: Incarnation, message: Message) -> None:
-        """Handle a message from a gateway, or from a worker that pulls from this one."""
-        match message:
-            case Prefill():
-                self._on_prefill(peer, message)
-            case Abort():
-                self._on_abort(peer, message)
-            case Drain():
-                self._drain()
-            case _:
-                self.front.on_message(peer, message)
-
     def _on_prefill(self, gateway: Incarnation, work: Prefill) -> None:
-        if not self.front.admits(work.key):
+        if not self.front.fence.admits(work.key):
             return
         known = self.requests.get(work.request)
         if known is not None:

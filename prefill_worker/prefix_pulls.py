@@ -17,14 +17,13 @@ from common.contract.ids import Incarnation, RequestKey, new_request_id
 from common.contract.messages.fields import MAX_PREFIX_BLOCKS
 from common.contract.messages.gateway import Source
 from common.contract.messages.handoff import AttachPrefix
+from common.contract.messages.session import PULL_LATENCY_S
 from common.scheduling.costs import Costs
 from kv_transfer.pull import Pull
 from prefill_worker.request import PrefillRequest, PromptState
 
 log = logging.getLogger(__name__)
 
-_LATENCY_S = 0.005
-"""Fixed seconds of a pull, whatever its size: attach, offer, start of the read, settle."""
 _FIRST_GUESS_BYTES_PER_S = 1e9
 _MOST_BYTES_PER_S = 1e12
 """No block is taken to be faster, however short pulls are: else many of them would make pulls look free, and as many
@@ -131,7 +130,7 @@ class PrefixPulls:
             return None
         compute_s = self._compute_s(num_new)
         if self._when == "cost" and self._pull_s(num_new) >= compute_s:
-            if compute_s > _LATENCY_S:  # else it is too short at any speed
+            if compute_s > PULL_LATENCY_S:  # else it is too short at any speed
                 self._s_per_block = max(self._least_s_per_block, self._s_per_block * _FORGETTING)
             return None
         hashes = tuple(request.block_hashes[: request.num_computed // self._block_size + num_new])
@@ -158,7 +157,7 @@ class PrefixPulls:
         return max(0, min(end, MAX_PREFIX_BLOCKS) - num_here // self._block_size)
 
     def _pull_s(self, num_blocks: int) -> float:
-        return _LATENCY_S + num_blocks * self._s_per_block
+        return PULL_LATENCY_S + num_blocks * self._s_per_block
 
     def _compute_s(self, num_blocks: int) -> float:
         return num_blocks * self._block_size * self._costs.prompt_s_per_token
@@ -209,7 +208,7 @@ class PrefixPulls:
         do is looked at when the pull is offered its blocks and when it ends. Those that began to hang meanwhile count:
         where many share a slow network, all of them take long."""
         num_at_once = max(prefix.num_at_once, self._num_reading(prefix.began) + 1)
-        return max(0.0, now - prefix.began - _LATENCY_S) / max(1, num_blocks) / num_at_once
+        return max(0.0, now - prefix.began - PULL_LATENCY_S) / max(1, num_blocks) / num_at_once
 
     def _pause(self, source: Source, now: float) -> None:
         """Pull nothing from `source` for a while, unless it is paused already and the pull had begun before."""

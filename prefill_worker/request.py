@@ -94,7 +94,8 @@ class PrefillRequest:
     block_hashes: Sequence[BlockHash] = ()
     """Names of the prompt's full blocks."""
     num_cached: int = 0
-    """Leading tokens that the prefix cache had at admission; before admission, those that it had when last asked."""
+    """Leading tokens that were computed for other requests: cached here at admission, or pulled since. Before
+    admission, those that the prefix cache had when last asked."""
     matched: list[int] = field(default_factory=list)
     """While the request waits: blocks of its beginning that the prefix cache had when last asked."""
     matched_at: int = 0
@@ -105,8 +106,6 @@ class PrefillRequest:
     num_coming: int = 0
     """Leading tokens that are here once a pull under way has ended; 0 without one. While the request waits, those that
     were expected when `num_cached` was found: from a pull, or from prompts that compute what both begin with."""
-    num_found: int = 0
-    """Those of `num_computed` that were computed for other requests: cached here, or pulled."""
     num_passed: int = 0
     """Later requests that were admitted while this one did not fit."""
     started_at: float | None = None
@@ -154,7 +153,7 @@ class PrefillRequest:
             queue_s=queue_s,
             prefix_pull_s=self.held_s,
             prefill_s=now - self.started_at,
-            num_cached=self.num_found,
+            num_cached=self.num_cached,
         )
 
     def cached(self, pool: BlockPool, block_size: int) -> list[int]:

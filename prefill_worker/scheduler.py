@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from common.contract.block_hashes import block_hashes
-from common.contract.ids import RequestId
 from common.contract.tiers import Tier, by_tier
 from common.engine.block_pool import BlockPool
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue, Urgency
@@ -81,7 +80,6 @@ class PrefillScheduler:
         self._costs = costs
         self._most_samples = most_samples
         self._expected_pull = expected_pull
-        self._requests: dict[RequestId, PrefillRequest] = {}
         self.waiting: FairQueue[PrefillRequest] = FairQueue(ageing_s=ageing_s)
         """Requests without blocks."""
         self.running: ChunkQueue[PrefillRequest] = ChunkQueue(ageing_s=ageing_s)
@@ -117,35 +115,33 @@ class PrefillScheduler:
         return len(self.waiting) + num_expected >= self._max_waiting
 
     def requests(self) -> list[PrefillRequest]:
-        """Every request: waiting, running and on hold."""
-        return list(self._requests.values())
+        """Every request: running, on hold and waiting."""
+        return [*self.running, *self.on_hold, *self.waiting]
 
     def blocks_for(self, request: PrefillRequest) -> int:
         """Number of blocks that the request's prompt needs."""
         return -(-len(request.token_ids) // self._block_size)
-
-    def blocks_missing(self, now: float) -> int:
-        """Number of blocks that must be released before the next waiting request fits; 0 if it fits, or if none waits
-        for blocks."""
-        for request, cached in self._in_turn(self._horizons(now), now):
-            num_new = self.blocks_for(request) - len(cached)
-            if self.holdings.has_room(request.tier, cached, num_new):
-                coming = self._pool.num_free + self._pool.num_limbo  # limbo: free when the steps in flight end
-                return max(0, num_new + self._pool.num_unreferenced(cached) - coming)
-        return 0
 
     # --- the way in ----------------------------------------------------------------------------------------------
 
     def add(self, request: PrefillRequest) -> None:
         """Enqueue a request, which must fit into the pool."""
         assert self.blocks_for(request) <= self._pool.num_blocks
-        assert request.key.request not in self._requests, request.key
         request.block_hashes = block_hashes(request.token_ids, self._block_size, request.work.cache_salt)
-        self._requests[request.key.request] = request
         request.enter(PromptEvent.ENQUEUE)
         self.trials.add(request.key, request.work.suspicion)
         self._deadlines.add(request, request.deadline)
         self._enqueue(request)
+
+    def blocks_missing(self, now: float) -> int:
+        """Number of blocks that must be released before the next waiting request fits; 0 if it fits, or if none waits
+        for blocks. Looks up anew what waiting requests lack, as `admit` does."""
+        for request, cached in self._in_turn(self._horizons(now), now):
+            num_new = self.blocks_for(request) - len(cached)
+            if self.holdings.has_room(request.tier, cached, num_new):
+                coming = self._pool.num_free + self._pool.num_limbo  # limbo: free when the steps in flight end
+                return max(0, num_new + self._pool.num_unreferenced(cached) - coming)
+        return 0
 
     def admit(self, now: float) -> list[PrefillRequest]:
         """Give blocks to waiting requests that fit and that the next steps can compute. The caller pins the blocks of
@@ -175,7 +171,7 @@ class PrefillScheduler:
         del self.on_hold[request]
         request.enter(PromptEvent.RESUME)
         self._name(request, request.num_computed, num_computed)
-        request.num_computed = request.num_found = num_computed
+        request.num_computed = request.num_cached = num_computed
         rank, due_at_s, number = request.urgency
         due_at_s += max(0, request.num_coming - num_computed) * self._costs.prefill_s_per_token
         request.num_coming = 0
@@ -258,10 +254,10 @@ class PrefillScheduler:
         return expired
 
     def remove(self, request: PrefillRequest) -> None:
-        """Remove a request, whatever its state, and release its blocks. Does nothing if it is not here."""
-        if self._requests.get(request.key.request) is request:
-            self.holdings.end(request.key)
-            self._forget(request)
+        """Remove a request that is given up, whatever its state: release its blocks and end its holding, even if its
+        lease has not ended yet. Inert if it is not here."""
+        self.holdings.end(request.key)
+        self._forget(request)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
@@ -301,7 +297,6 @@ class PrefillScheduler:
             self.running.remove(request)
 
     def _forget(self, request: PrefillRequest) -> None:
-        del self._requests[request.key.request]
         self.trials.discard(request.key)
         if request in self.waiting:
             self.waiting.discard(request)
@@ -397,7 +392,7 @@ class PrefillScheduler:
         request.matched = []
         self._pool.share(cached)
         request.block_table = cached + self._pool.allocate(self.blocks_for(request) - len(cached))
-        request.num_cached = request.num_found = request.num_computed = len(cached) * self._block_size
+        request.num_cached = request.num_computed = len(cached) * self._block_size
         request.urgency = self._urgency(request, now)
         request.num_coming = 0  # until `hold`
         self._num_admitted += 1
@@ -434,8 +429,8 @@ class PrefillScheduler:
         self.waiting.check_invariants()
         self.running.check_invariants()
         self._deadlines.check_invariants()
-        places = [*self.waiting, *self.running, *self.on_hold]
-        assert sorted(map(id, places)) == sorted(map(id, self._requests.values())), "in two places, or in none"
+        places = self.requests()
+        assert len(set(places)) == len(places), "in two places"
         assert self.queued_tokens == by_tier((request.tier, request.num_uncomputed) for request in places)
         assert self._backlog_waiting.num_tokens == sum(request.num_uncomputed for request in self.waiting)
         assert self._backlog_running.num_tokens == sum(request.num_uncomputed for request in self.running)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.contract.errors import Cause
 from common.contract.messages.worker import Finished, Timings
@@ -19,7 +19,6 @@ from common.worker.front import Front
 from prefill_worker.prefix_pulls import PrefixPulls
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.view import PrefillTotals
 
 _RECLAIM_AGE_S = 1.0
 """Age in seconds from which an offer without a sink may be dropped when a waiting prompt needs its blocks."""
@@ -46,16 +45,19 @@ class PrefillSteps:
     _scheduler: PrefillScheduler
     _prefix_pulls: PrefixPulls
     _front: Front[PrefillRequest]
-    _totals: PrefillTotals
     _fail: Callable[[PrefillRequest, Cause, str], None]
     """Ends a request, and tells its gateway why."""
+    num_computed: int = field(init=False, default=0)
+    """Prompt tokens computed here."""
+    num_scored: int = field(init=False, default=0)
+    """Prompt tokens whose log probabilities were told."""
 
     def __post_init__(self) -> None:
         self._pulls, self._lender, self._checksum = self._front.pulls, self._front.lender, self._front.checksum
 
     def wanted(self, before: PlannedStep | None) -> None:
-        """Plan the next step. If the next waiting prompt lacks blocks, offers that nobody has attached to give theirs
-        first."""
+        """Ask for a plan once everything else is decided. If the next waiting prompt lacks blocks, offers that nobody
+        has attached to give theirs first."""
         if before is not None and self._scheduler.trials:
             return  # suspects share no step with others
         now = self._agenda.now
@@ -123,12 +125,12 @@ class PrefillSteps:
         for chunk, table, sampled, sums, scored in told:
             if chunk not in live:
                 continue
-            self._totals.prompt += chunk.end - chunk.start
+            self.num_computed += chunk.end - chunk.start
             self._lender.blocks_ready(chunk.prompt.key.request, self._num_ready(chunk), sums)
             try:
                 for message in prompt_logprobs(chunk.prompt.work, chunk.start, scored):
                     self._agenda.send(chunk.prompt.gateway, message)
-                    self._totals.scored += len(message.scores)
+                    self.num_scored += len(message.scores)
                 if chunk.last:
                     self._finish(chunk.prompt, sampled)
             except InvalidLogitsError as error:

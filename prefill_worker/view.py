@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
@@ -13,16 +12,6 @@ from common.runtime.probes import counter, gauge
 
 if TYPE_CHECKING:
     from prefill_worker.core import PrefillCore
-
-
-@dataclass(slots=True)
-class PrefillTotals:
-    """Numbers that grow over the worker's life."""
-
-    prompt: int = 0
-    """Prompt tokens computed here."""
-    scored: int = 0
-    """Prompt tokens whose log probabilities were told."""
 
 
 def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
@@ -39,12 +28,12 @@ def heartbeat(core: PrefillCore, number: int) -> Heartbeat:
         queued_tokens=scheduler.queued_tokens,
         token_s=core.engine.costs.prompt_s_per_token,
         pulled_token_s=core.prefix_pulls.token_s,
-        prompt_tokens=core.totals.prompt,
+        prompt_tokens=core.steps.num_computed,
     )
 
 
 def counts(core: PrefillCore) -> Mapping[str, object]:
-    """What the worker holds. At rest the counts are zero."""
+    """What the worker holds. At rest all counts but `blocks_total` and `blocks_cached` are zero."""
     scheduler = core.scheduler
     return {
         **core.front.counts(),
@@ -65,8 +54,9 @@ def metrics(core: PrefillCore) -> Iterable[Metric]:
     waiting = {name: len(scheduler.waiting) + len(scheduler.on_hold) + len(core.masks)}
     text = "Prompts waiting for blocks, for what another worker holds of them, or for their grammar."
     yield gauge("vllm:num_requests_waiting", text, waiting, "model_name")
-    yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", core.totals.prompt)
-    yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", core.totals.scored)
+    yield counter("baton_prompt_tokens_computed", "Prompt tokens computed here.", core.steps.num_computed)
+    scored = core.steps.num_scored
+    yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", scored)
     queued = scheduler.num_uncomputed
     yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
     queued_s = queued * core.engine.costs.prompt_s_per_token

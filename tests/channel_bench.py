@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import pytest
 import zmq
 import zmq.asyncio
 
@@ -21,6 +22,7 @@ from common.contract.messages.gateway import Abort
 from common.contract.messages.session import Heartbeat, Hello, HelloRefused, Phase, Role, Welcome
 from common.contract.messages.worker import Tokens
 from common.runtime.channel import ControlClient, ControlServer, LinkState
+from common.runtime.channel import client as client_end
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
 from common.runtime.resolver import Resolver
@@ -58,6 +60,13 @@ def abort(attempt: int) -> Abort:
 
 def tokens(position: int) -> Tokens:
     return Tokens(request=RequestId("r"), attempt=1, choice=0, position=position, token_ids=(position,))
+
+
+def hello_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links that are made from now on repeat no Hello. Else a link that reads an answer late ignores it, since it has
+    sent another Hello by then."""
+    monkeypatch.setattr(client_end, "_HELLO_RETRY_S", 3600.0)
+    monkeypatch.setattr(client_end, "_HELLO_RETRY_MAX_S", 3600.0)
 
 
 class HeldClock:

@@ -38,6 +38,7 @@ def main(
     out: Annotated[Path, "folder of the results; default benchmarks/results"] = RESULTS,
     limit: Annotated[float, "seconds for all of them; default 3600"] = 3600.0,
     only: Annotated[tuple[str, ...], "measurements, as the table names them"] = (),
+    without: Annotated[tuple[str, ...], "measurements to leave out"] = (),
     capability: Annotated[int, "of the GPU that `compile` is for; default 90"] = 90,
 ) -> None:
     """Measure the parts, or make records."""
@@ -54,7 +55,7 @@ def main(
             sys.exit("error: no NVIDIA GPU: `pytest tests/kernels` tests without one what the kernels compute")
         measurements = [*([device()] if needs_gpu else []), *(each for part in plan.values() for each in part)]
         outcomes = run(
-            chosen(measurements, only),
+            chosen(measurements, only, without),
             out,
             limit,
             begin={"command": f"python -m benchmarks.gpu {' '.join(parts)}", "machine": machine()},
@@ -72,15 +73,14 @@ def planned(names: Sequence[str], out: Path, scratch: Path, capability: int) -> 
     return plan | ({"compile": compile_(capability)} if "compile" in names else {})
 
 
-def chosen(measurements: Sequence[Measurement], only: Sequence[str]) -> list[Measurement]:
-    """The measurements of these names, and that of the device, which the others are compared with. All without
-    names."""
-    if not only:
-        return list(measurements)
+def chosen(measurements: Sequence[Measurement], only: Sequence[str], without: Sequence[str] = ()) -> list[Measurement]:
+    """The measurements that `only` names (all if it is empty), but for those that `without` names; and in any case that
+    of the device, which the others are compared with."""
     names = {each.name for each in measurements}
-    if unknown := set(only) - names:
+    if unknown := {*only, *without} - names:
         sys.exit(f"error: no measurement {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
-    return [each for each in measurements if each.name in only or each.part == "device"]
+    wanted = (set(only) or names) - set(without)
+    return [each for each in measurements if each.name in wanted or each.part == "device"]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ GPU_TESTS = (
     *("tests/kernels/test_kernels_model.py", "tests/kernels/test_kernels_invariant.py"),
     *("tests/unit/test_ranks.py", "tests/unit/test_engine_host_swap.py"),
 )
+SIZE_TESTS = ("tests/kernels/test_kernels_sampler.py", "tests/kernels/test_kernels_large_cache.py")
+"""Tests that run anywhere. The second file has the size of real caches only on a GPU."""
 _SAY_S = 20.0
 _MOST_CHARS = 6000
 
@@ -91,15 +93,26 @@ def sanitizer() -> Iterator[dict[str, Any]]:
 def models() -> Iterator[dict[str, Any]]:
     """Run the tests that need a GPU: whole models, whose greedy tokens in float32 are compared with those of a CPU,
     groups of ranks, and swapped blocks. Raises `AssertionError` if one fails or is skipped."""
+    return _tested("model", "-m", "gpu", *GPU_TESTS)
+
+
+def sizes() -> Iterator[dict[str, Any]]:
+    """Run the tests of what depends on size: tokens that are drawn from a vocabulary of 128,256, and a model in the
+    last blocks of a cache of more than 2^31 elements. Raises `AssertionError` if one fails or is skipped."""
+    return _tested("size", *SIZE_TESTS)
+
+
+def _tested(kind: str, *options: str) -> Iterator[dict[str, Any]]:
+    """A row for each test that pytest runs with these options."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        done = subprocess.run([*command, *GPU_TESTS], cwd=ROOT, check=False)
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        done = subprocess.run([*command, *options], cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     for case in cases:
         told = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
         outcome = told[0] if told else "passed"
         name = str(case.get("name"))
-        yield {"kind": "model", "test": name, "outcome": outcome, "s": case.get("time"), "text": f"{name}: {outcome}"}
+        yield {"kind": kind, "test": name, "outcome": outcome, "s": case.get("time"), "text": f"{name}: {outcome}"}
         assert outcome != "skipped", f"{name} needs a GPU"
     assert done.returncode == 0, f"pytest ended with {done.returncode}"

@@ -33,6 +33,7 @@ def check(out: Path, scratch: Path) -> list[Measurement]:
         _of("check", "check decode", "checks:decode", 90),
         _of("check", "check prefill", "checks:prefill", 90),
         _of("check", "check models", "inventory:models", 200),
+        _of("check", "check sizes", "inventory:sizes", 120),
         _of("check", "check sanitizer", "inventory:sanitizer", 75, optional=True),  # no device in some sandboxes
     ]
 

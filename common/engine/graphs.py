@@ -145,7 +145,10 @@ class DecodeGraphs:
                 values[: rows.arrays[name].size] = rows.arrays[name]
         inputs[_SOURCES, : len(rows.follows_B)] = rows.follows_B
         device = self._inputs.device
-        self._inputs.copy_(to_device(inputs, torch.int64, device))
+        on_host = torch.from_numpy(inputs)
+        if device.type == "cuda":
+            on_host = on_host.pin_memory()  # torch keeps this memory until the copy has ended
+        self._inputs.copy_(on_host, non_blocking=True)
         tables_NM = rows.arrays["block_tables_BM"]
         self._block_tables[: tables_NM.shape[0], : tables_NM.shape[1]] = to_device(tables_NM, torch.int64, device)
         if (rows.follows_B != _NOBODY).any():

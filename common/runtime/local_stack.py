@@ -93,6 +93,11 @@ class LocalStack:
         common += [] if settings.curve_keys is None else ["--curve-keys", settings.curve_keys]
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         places = placed([width_of[pool] for pool, _ in workers], gpus_here())
+        if settings.device != "cpu" and any(place.gpus and place.share < 1 for place in places):
+            log.warning(
+                "workers share a GPU: without NVIDIA's MPS their kernels take turns; with --prefill 0 the decode "
+                "workers compute the prompts too"
+            )
         for (pool, index), place in zip(workers, places, strict=True):
             role = "decode" if pool == "latency" else pool
             control, http = (self._reserve("127.0.0.1", 0) for _ in range(2))

@@ -2,10 +2,11 @@
 
 Tenants of a tier share a worker by virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language
 Models", OSDI 2024, algorithms 2 and 4). Each tenant has a counter of the service that it has received, and the tenant
-with the least counter is served next. A tenant that comes back after an absence starts no lower than the tenants that
-were present, so nobody saves up service. Between two tenants that always have work waiting, the difference of service
-is bounded by 2·max(w_p·L_in, w_q·M), where w_p and w_q are the weights of a prompt token and an output token, L_in is
-the longest prompt, and M is the number of tokens that fit into memory.
+with the least counter is served next. When a tenant begins to wait, its counter is raised to the least counter of the
+tenants that wait. So nobody saves up service, neither while it is absent nor while it is served without waiting.
+Between two tenants that always have work waiting, the difference of service is bounded by 2·max(w_p·L_in, w_q·M), where
+w_p and w_q are the weights of a prompt token and an output token, L_in is the longest prompt, and M is the number of
+tokens that fit into memory.
 
 Tiers are strict, except for ageing: a lower tier whose oldest request has waited for more than `ageing_s` gets one turn
 in eight.
@@ -42,11 +43,6 @@ class _Account:
     order: int = 0
     """Number of the tenant's last begin of waiting. Among equal counters, the lower number comes first."""
     waits: bool = False
-
-    @property
-    def active(self) -> bool:
-        """Whether the tenant has something waiting, or is being served now."""
-        return self.waits or self.rate > 0
 
 
 class _Ranking:
@@ -165,15 +161,15 @@ class VirtualTokenCounters:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._waiting = _Ranking()
-        self._active = _Ranking()
         self._step = 0
         self._last_departed = 0.0
-        """Counter of the tenant that became inactive last, at that time."""
+        """Counter of the tenant that stopped waiting last, at that time."""
         self._num_begun = 0
         self._sweep_at = _MIN_SWEEP
 
     def __getitem__(self, tenant: str) -> float:
-        """The counter of `tenant`. For an unknown tenant, this is the counter at which it would start."""
+        """The counter of `tenant`, which may be raised when it next begins to wait. For an unknown tenant, this is the
+        counter at which it would start."""
         account = self._accounts.get(tenant)
         return self._floor() if account is None else self._counter(account)
 
@@ -186,16 +182,11 @@ class VirtualTokenCounters:
         """From `step` on, change the service that `tenant` receives per step by `change_of_tokens_per_step`."""
         self.advance(step)
         account = self._account(tenant)
-        was_active = account.active
         account.rate += change_of_tokens_per_step
         account.level -= change_of_tokens_per_step * step
         assert account.rate >= 0, (tenant, account.rate)
         if account.waits:
             self._waiting.put(tenant, account)
-        if account.active:
-            self._active.put(tenant, account)
-        elif was_active:
-            self._depart(tenant, account)
 
     def advance(self, step: int) -> None:
         """Set the present step. It must not lie before the last one."""
@@ -203,13 +194,10 @@ class VirtualTokenCounters:
         self._step = step
 
     def begin_waiting(self, tenant: str) -> None:
-        """Record that `tenant` has something waiting. If it was away, its counter is raised to at least the least
-        counter of the active tenants."""
+        """Record that `tenant` has something waiting. Its counter is raised to the floor, if it is lower."""
         account = self._account(tenant)
         assert not account.waits, tenant
-        if not account.active:
-            account.level += max(0.0, self._floor() - self._counter(account))
-            self._active.put(tenant, account)
+        account.level += max(0.0, self._floor() - self._counter(account))
         self._num_begun += 1
         account.waits, account.order = True, self._num_begun
         self._waiting.put(tenant, account)
@@ -219,8 +207,7 @@ class VirtualTokenCounters:
         account = self._accounts[tenant]
         account.waits = False
         self._waiting.discard(tenant)
-        if not account.active:
-            self._depart(tenant, account)
+        self._last_departed = self._counter(account)
 
     def least(self, num: int = 1) -> list[str]:
         """The `num` tenants to be served next, in order; fewer if fewer have something waiting."""
@@ -230,15 +217,11 @@ class VirtualTokenCounters:
         return account.level + account.rate * self._step
 
     def _floor(self) -> float:
-        """The counter at which a new or returning tenant starts, so that absence earns no credit. It is the least
-        counter of the active tenants or, if none is active, that of the tenant that became inactive last."""
-        least = self._active.least(self._step)
+        """The least counter of the tenants that wait. If none waits, the counter that the tenant which stopped waiting
+        last had then. (The paper takes its present counter, which is higher by what it has received since.) The floor
+        never falls."""
+        least = self._waiting.least(self._step)
         return self._counter(self._accounts[least[0]]) if least else self._last_departed
-
-    def _depart(self, tenant: str, account: _Account) -> None:
-        """Record that `tenant` is not active any more."""
-        self._active.discard(tenant)
-        self._last_departed = self._counter(account)
 
     def _account(self, tenant: str) -> _Account:
         account = self._accounts.get(tenant)
@@ -249,24 +232,23 @@ class VirtualTokenCounters:
         return account
 
     def _sweep(self) -> None:
-        """Forget inactive tenants whose counter is not above the floor: a newcomer starts at the floor too. Of the
-        others those are remembered that have received most. (Each request may be a tenant's only one, and a tenant
-        alone may have received service that never lifts the floor.)"""
+        """Forget absent tenants, which neither wait nor receive service per step, if their counter is not above the
+        floor: it would be raised to the floor anyway. Of the other absent ones those are remembered that have received
+        most. (Each request may be a tenant's only one, and a tenant alone may have received service that never lifts
+        the floor.)"""
         floor = self._floor()
-        kept = {t: a for t, a in self._accounts.items() if a.active or self._counter(a) > floor}
-        away = sorted((t for t, a in kept.items() if not a.active), key=lambda t: kept[t].level)
+        kept = {t: a for t, a in self._accounts.items() if a.waits or a.rate > 0 or self._counter(a) > floor}
+        away = sorted((t for t, a in kept.items() if not (a.waits or a.rate > 0)), key=lambda t: kept[t].level)
         for tenant in away[: max(0, len(away) - _MOST_AWAY)]:
             del kept[tenant]
         self._accounts = kept
         self._sweep_at = 2 * len(kept) + _MIN_SWEEP
 
     def check_invariants(self) -> None:
-        """Assert that each ranking holds the tenants that it should, and that the number of accounts is bounded."""
+        """Assert that the ranking holds the tenants that wait, and that the number of accounts is bounded."""
         self._waiting.check_invariants()
-        self._active.check_invariants()
         assert len(self._accounts) <= self._sweep_at
         assert {t for t, a in self._accounts.items() if a.waits} == set(self._waiting.least(self._step, 2**60))
-        assert {t for t, a in self._accounts.items() if a.active} == set(self._active.least(self._step, 2**60))
 
 
 @dataclass(slots=True, eq=False)
@@ -375,8 +357,8 @@ class FairQueue(Generic[T]):
         return self._lines[tier].counters[tenant]
 
     def add(self, item: T, *, tier: Tier, tenant: str, deadline: float, now: float) -> None:
-        """Add `item`, which must not be in the queue; it waits from `now` on. The counter of a tenant that was away is
-        raised (see module)."""
+        """Add `item`, which must not be in the queue; it waits from `now` on. If it is the tenant's only one in `tier`,
+        the tenant's counter may be raised (see module)."""
         assert item not in self._places, item
         self._places[item] = tier, tenant
         self._lines[tier].add(item, tenant, deadline, now)

@@ -13,7 +13,6 @@ from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, RequestId, RequestKey
-from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Resume
 from common.contract.messages.handoff import Attach, AttachPrefix, Detach, Settle
 from common.contract.messages.session import Phase, Role
@@ -26,7 +25,7 @@ from common.runtime.logs import about
 from common.runtime.probes import counter, gauge
 from common.scheduling.trials import TrialFeed, Trials
 from common.worker.agenda import Agenda
-from common.worker.events import Event, SessionOpened
+from common.worker.events import Event, Received, SessionOpened
 from kv_transfer.events import Consequence, Polled, ReadEnded, Released, SourceLost, SourceOpened, SourceReceived
 from kv_transfer.lender import UNATTACHED_TTL_S, FindPrefix, Lender
 from kv_transfer.pulls import Pulls
@@ -89,7 +88,7 @@ class Front(Generic[_Request]):
             unattached_ttl_s=unattached_ttl_s,
             checksum=self.checksum,
         )
-        self._fence = AttemptFence(agenda.clock)
+        self.fence = AttemptFence(agenda.clock)
         self._cache_feed = CacheFeed(pool, agenda.send)
         self._trial_feed = TrialFeed(trials, self._gateway_of, agenda.send)
         self._gateways: dict[Incarnation, None] = {}
@@ -104,7 +103,7 @@ class Front(Generic[_Request]):
         """Whether the process ends when it is drained."""
 
     def handle(self, event: Event | Consequence) -> None:
-        """An event or a consequence that means the same in both roles."""
+        """An event or a consequence that means the same in both roles; a message that does not is ignored."""
         match event:
             case SourceOpened() | SourceReceived() | SourceLost() | ReadEnded() | Polled():
                 self.pulls.handle(event)
@@ -115,22 +114,14 @@ class Front(Generic[_Request]):
                     self._gateways[peer] = None
                     self._cache_feed.begin(peer)
                     self._trial_feed.begin(peer)
+            case Received(peer, Attach() | AttachPrefix() | Settle() | Detach() as message):
+                self.lender.on_message(peer, message)
+            case Received(_, Resume()):
+                self.draining = self._leaving  # serve again, unless the process is ending
+            case Received(_, message):
+                log.warning("%s is not for a worker of this role; ignored", type(message).__name__)
             case _:
                 raise AssertionError(event)
-
-    def on_message(self, peer: Incarnation, message: Message) -> None:
-        """A message that means the same in both roles; others are ignored."""
-        match message:
-            case Attach() | AttachPrefix() | Settle() | Detach():
-                self.lender.on_message(peer, message)
-            case Resume():
-                self.draining = self._leaving  # serve again, unless the process is ending
-            case _:
-                log.warning("%s is not for a worker of this role; ignored", type(message).__name__)
-
-    def admits(self, key: RequestKey) -> bool:
-        """Whether this attempt is newer than every earlier one of its request; if so, it is remembered."""
-        return self._fence.admits(key)
 
     def drain(self, *, leaving: bool = False) -> bool:
         """Take no new work. Gateways learn it by the next heartbeat. Returns whether that is new. If the process is
@@ -217,7 +208,7 @@ class Front(Generic[_Request]):
         return Phase.DRAINING if self.requests or self.finished or exchanged else Phase.DRAINED
 
     def counts(self) -> Mapping[str, object]:
-        """What is held in either role. At rest the counts are zero."""
+        """What is held in either role. At rest all counts but `blocks_total` and `blocks_cached` are zero."""
         pool = self._pool
         return {
             "blocks_used": pool.num_used,

@@ -79,7 +79,7 @@ class Core(Protocol):
         """The present load."""
 
     def counts(self) -> Mapping[str, object]:
-        """What the worker holds. At rest the counts are zero."""
+        """What the worker holds. At rest all counts but `blocks_total` and `blocks_cached` are zero."""
 
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""

@@ -11,14 +11,13 @@ from aiohttp import web
 
 from common.contract.tiers import Tier
 from common.runtime.clock import Clock, monotonic
-from gateway.access.api_keys import MAX_KEYS, MAX_TENANT_CHARS, ApiKey, Keyring
+from gateway.access.api_keys import MAX_TENANT_CHARS, ApiKey, Keyring
 from gateway.access.rate_limits import Allowance, KeyLimits, KeyMeter, Limit, LimitReached
 from gateway.observability.metrics import GatewayMetrics
 from gateway.web.http_errors import ApiError, invalid
 
 _HEADERS: Final[Mapping[Limit, str]] = {Limit.REQUESTS: "requests", Limit.TOKENS: "tokens"}
 """Name of each rate limit in OpenAI's headers."""
-_MAX_METERS: Final = 2 * MAX_KEYS
 
 
 class Caller:
@@ -36,11 +35,11 @@ class Caller:
     def check_tier(self, tier: Tier) -> None:
         """Raise `ApiError`, a 403, for a tier that this caller may not use."""
 
-    def expect_prompt(self, num_tokens: int) -> None:
-        """Charge the least tokens that a prompt can have, before it is tokenised. Raises as `admit_prompt` does."""
+    def charge_ahead(self, num_tokens: int) -> None:
+        """Charge the least tokens that a prompt can have, before it is tokenised. Raises as `charge_prompt` does."""
 
-    def admit_prompt(self, num_tokens: int) -> None:
-        """Charge a prompt of `num_tokens`, less what `expect_prompt` has charged already.
+    def charge_prompt(self, num_tokens: int) -> None:
+        """Charge a prompt of `num_tokens`, less what `charge_ahead` has charged already.
 
         Raises `ApiError`: a 429, or a 400 if waiting cannot help. A charge made before the refusal is kept, as the
         price of the work done.
@@ -75,7 +74,7 @@ class KeyCaller(Caller):
         self._meter = meter
         self._metrics = metrics
         self._clock = clock
-        self._num_expected = 0
+        self._num_charged = 0
         """Tokens of the request's prompt that have been charged already."""
 
     @contextmanager
@@ -91,16 +90,16 @@ class KeyCaller(Caller):
             message = f"this API key may not use the tier {tier}, only {', '.join(self._key.tiers)}"
             raise ApiError(403, message, param="service_tier", code="tier_not_allowed")
 
-    def expect_prompt(self, num_tokens: int) -> None:
-        self.admit_prompt(num_tokens)
-        self._num_expected = num_tokens
+    def charge_ahead(self, num_tokens: int) -> None:
+        self.charge_prompt(num_tokens)
+        self._num_charged = num_tokens
 
-    def admit_prompt(self, num_tokens: int) -> None:
+    def charge_prompt(self, num_tokens: int) -> None:
         most = self._meter.most_tokens
         if most is not None and num_tokens > most:
             message = f"a prompt of {num_tokens} tokens is more than the {most} tokens a minute of this API key"
             raise invalid(None, message, code=Limit.TOKENS)
-        self._raise(self._meter.admit(num_tokens, self._clock(), self._num_expected))
+        self._raise(self._meter.admit(num_tokens, self._clock(), self._num_charged))
 
     def give_back(self, num_tokens: int) -> None:
         self._meter.give_back(num_tokens, self._clock())
@@ -165,8 +164,11 @@ class Callers:
         )
         meter = self._meters.get(key.name)
         if meter is None:
-            if len(self._meters) >= _MAX_METERS:  # names that earlier versions of the file had
-                self._meters = {name: each for name, each in self._meters.items() if each.num_open}
+            assert self._keyring is not None
+            names = {each.name for each in self._keyring.keys}
+            if len(self._meters) >= 2 * len(names):  # as many names have left the file
+                self._meters = {name: each for name, each in self._meters.items() if name in names or each.num_open}
+                self._metrics.keep_keys(names)
             meter = self._meters[key.name] = KeyMeter(limits, self._clock())
         meter.set_limits(limits, self._clock())
         return meter

@@ -1,6 +1,6 @@
 """HTTP handlers of the dashboard: the page, `GET /pools` (current state) and `GET /pools/events` (stream of states).
 
-Nothing is computed while nobody watches, and concurrent watchers share one computation.
+Nothing is computed while nobody watches, and concurrent watchers share one computation and its encoding.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,7 +21,7 @@ from gateway.answer.chunk_encoder import encode
 from gateway.api_settings import ApiSettings
 from gateway.dashboard import assets
 from gateway.dashboard.admin_link import AdminLink
-from gateway.dashboard.pool_view import Names, pool_view
+from gateway.dashboard.pool_view import LatestHandoffs, Names, pool_view
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.observability.metrics import GatewayMetrics
 from gateway.web.event_stream import EventStream
@@ -58,7 +58,9 @@ class Dashboard:
         self._clock = clock
         self._period_s = period_s
         self._names = Names(secrets.token_bytes(16))
-        self._latest: tuple[float, dict[str, object]] = (float("-inf"), {})
+        self._handoffs = LatestHandoffs()
+        self._latest: tuple[float, bytes] = (float("-inf"), b"")
+        """When `_shared` was computed last, and its result."""
         self._num_watchers = 0
         """Open event streams."""
         self._ends = asyncio.Event()
@@ -83,38 +85,42 @@ class Dashboard:
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-        return web.json_response(self._whole() | self._admin_fields(request), headers=headers)
+        return web.json_response(self._whole(self._dispatcher.handoffs) | self._admin_fields(request), headers=headers)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         with self._watching():
             events = EventStream(request)
             admin = self._admin_fields(request)
-            await events.send(encode(self._whole() | admin))
+            await events.send(encode(self._whole({}) | admin))
+            end = b"," + encode(admin)[1:]
             while not await _is_set_within(self._ends, self._period_s):
-                await events.send(encode(self._shared() | admin))
+                await events.send(self._shared() + end)
             return await events.close()
 
     # --- answers -------------------------------------------------------------------------------------------------
 
-    def _whole(self) -> dict[str, object]:
-        """The current state, with all slots."""
+    def _whole(self, handoffs: Mapping[tuple[str, str], int]) -> dict[str, object]:
+        """The current state, with all slots and these handoffs."""
         now = self._clock()
-        return self._view(now) | {"recent": self._recent.slots(now)}
+        return self._view(now, handoffs) | {"recent": self._recent.slots(now)}
 
-    def _shared(self) -> dict[str, object]:
-        """The current state with the latest slots, computed once for all watchers."""
+    def _shared(self) -> bytes:
+        """The current state with the latest slots and handoffs, computed and encoded once for all watchers. It is a
+        JSON object without its closing brace, because each watcher's admin fields follow."""
         now = self._clock()
         at, latest = self._latest
         if now - at >= self._period_s / 2:
-            latest = self._view(now) | {"recent": self._recent.slots(now, _LATEST_SLOTS)}
+            handoffs = self._handoffs.look(self._dispatcher.handoffs)
+            recent = self._recent.slots(now, _LATEST_SLOTS)
+            latest = encode(self._view(now, {}) | {"recent": recent, "handoffs": handoffs})[:-1]
             self._latest = now, latest
         return latest
 
-    def _view(self, now: float) -> dict[str, object]:
+    def _view(self, now: float, handoffs: Mapping[tuple[str, str], int]) -> dict[str, object]:
         dispatcher = self._dispatcher
         return {
             "model": self._model_name,
-            **pool_view(dispatcher.worker_views(), dispatcher.open_flows(), dispatcher.handoffs, now, self._names),
+            **pool_view(dispatcher.worker_views(), dispatcher.open_flows(), handoffs, now, self._names),
             "summary": self._recent.summary(now),
             "targets": self._targets,
         }
@@ -135,6 +141,8 @@ class Dashboard:
         """Count an event stream. Raises `ApiError`, a 429, if there are as many as may be."""
         if self._num_watchers >= MAX_WATCHERS:
             raise ApiError(429, f"{MAX_WATCHERS} watch already, as many as may", code=Cause.CAPACITY)
+        if not self._num_watchers:
+            self._handoffs.begin(self._dispatcher.handoffs)
         self._num_watchers += 1
         try:
             yield

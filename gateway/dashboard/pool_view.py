@@ -7,6 +7,7 @@ whose they are.
 from __future__ import annotations
 
 import hashlib
+from collections import ChainMap, deque
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final
@@ -18,6 +19,8 @@ from gateway.workers.worker_view import WorkerView
 
 MAX_REQUESTS: Final = 64
 """Most requests listed one by one; the others are only counted."""
+_LOOKS: Final = 4
+"""Looks for which a pair of workers is listed after a handoff, so that a watcher may miss some."""
 
 
 class Progress(StrEnum):
@@ -45,6 +48,33 @@ class Names:
     def of(self, request: RequestId) -> str:
         """The name of a request, the same at each call."""
         return hashlib.blake2b(request.encode(), key=self._secret, digest_size=4).hexdigest()
+
+
+class LatestHandoffs:
+    """The pairs of workers that had handoffs in the last few looks. Tens of thousands of pairs may have had one at some
+    time, too many for each event."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = {}
+        """The counts at the last look."""
+        self._changes: deque[dict[tuple[str, str], int]] = deque(maxlen=_LOOKS)
+        """For each of the last looks, oldest first: the pairs whose counts had changed, with the counts before."""
+
+    def begin(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """Begin to look at the counts by (prefill worker, decode worker): no handoff until now will be listed."""
+        self._counts = dict(counts)
+        self._changes.clear()
+
+    def look(self, counts: Mapping[tuple[str, str], int]) -> list[dict[str, object]]:
+        """Each pair that had handoffs in the last `_LOOKS` looks: its count, and the count `before` these looks."""
+        known = self._counts
+        self._changes.append({pair: known.get(pair, 0) for pair, num in counts.items() if num != known.get(pair, 0)})
+        self._counts = dict(counts)
+        return [
+            {"prefill": pair[0], "decode": pair[1], "before": before, "count": counts[pair]}
+            for pair, before in ChainMap(*self._changes).items()
+            if pair in counts
+        ]
 
 
 def request_view(flow: Flow, now: float, names: Names) -> dict[str, object]:

@@ -3,8 +3,9 @@
 A client comes or leaves, a worker says something or is lost (`gateway.dispatch.links`), or a time is over. The flow of
 the request decides what follows (`gateway.serving.flow`), and `gateway.dispatch.placement` which workers it gets. Both
 are plain state and return actions. `_carry_out_all` carries out the flow's actions in order; then `look_again` those of
-the placement, until it has nothing to decide. To carry out an action is to queue something for a worker or a client, or
-to note it in the placement. Nothing of that calls back, so no event comes in the middle of another one.
+the placement, some in each turn of the event loop, until it has nothing to decide. To carry out an action is to queue
+something for a worker or a client, or to note it in the placement. Nothing of that calls back, so no event comes in the
+middle of another one.
 """
 
 from __future__ import annotations
@@ -186,14 +187,14 @@ class Dispatcher(Collector):
             request.timer.cancel()
         now, flow = self._clock(), request.flow
         over_at = request.deadline + _BUDGET_GRACE_S
-        silent_at = max(request.opened_at, flow.generation.waterfall.last_token_at) + self._silence_s
+        silent_at = max(request.came_at, flow.generation.waterfall.last_token_at) + self._silence_s
         hopeless = [(want.hopeless_at, want) for want in flow.wants if want.hopeless_at is not None]
         hopeless_at, want = min(hopeless, key=itemgetter(0), default=(math.inf, None))
         left_s = min(over_at, silent_at, hopeless_at + self._patience_s) - now
         if left_s > 0:
             request.timer = asyncio.get_running_loop().call_later(left_s, self._watch, request)
         elif want is not None and hopeless_at + self._patience_s <= now:
-            self._carry_out_all(request, self.placement.give_up(want, request, self._patience_s))
+            self._carry_out_all(request, self.placement.fail_hopeless(want, request, self._patience_s))
         else:
             why = f"no token has come for {self._silence_s:g} s"
             if over_at <= now:
@@ -261,7 +262,7 @@ class Dispatcher(Collector):
 
     def _oldest_at(self, address: str) -> list[OpenRequest]:
         """The open requests that a worker has, or had, oldest first."""
-        return sorted(self._at.get(address, ()), key=attrgetter("opened_at"))
+        return sorted(self._at.get(address, ()), key=attrgetter("came_at"))
 
     # --- the pump ------------------------------------------------------------------------------------------------
 

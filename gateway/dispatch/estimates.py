@@ -12,15 +12,11 @@ worker with the least expected time to first token, and takes load as it will be
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 
+from common.contract.messages.session import PULL_LATENCY_S
 from common.contract.tiers import Tier
 from gateway.workers.load_table import Column, LoadTable
-
-PULL_LATENCY_S: Final = 0.005
-"""Fixed latency of a pull in seconds."""
 
 
 def queue_s(table: LoadTable, tier: Tier, now: float) -> Column:

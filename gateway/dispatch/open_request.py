@@ -25,19 +25,19 @@ class OpenRequest:
     """A flow, and the client task that waits for it. When what happened is in the generation's waterfall."""
 
     flow: Flow
-    opened_at: float
+    came_at: float
     """Monotonic seconds at which the dispatcher received it."""
     block_size: int = 0
-    """That of the workers; 0 until the request is placed."""
+    """That of the workers; if none was usable when the request came, 0 until it is placed."""
     block_hashes: Sequence[BlockHash] = ()
-    """Hashes of the full blocks of the prompt without its last token, which is computed in any case; none until the
-    request is placed."""
+    """Hashes of the full blocks of the prompt without its last token, which is computed in any case; none without
+    a block size."""
     fingerprint: Fingerprint | None = None
     """Fingerprint of the workers that the request began on; it continues only on workers with the same one."""
     cached: Cached = field(default_factory=dict)
     """Leading prompt tokens that each worker had cached when the request was last placed."""
     expected: Expected | None = None
-    """Times expected when the request was admitted; None after its first token."""
+    """Times expected when the request was accepted; None after its first token."""
     addresses: set[str] = field(default_factory=set)
     """Workers that had any of it."""
     timer: asyncio.TimerHandle | None = None

@@ -17,20 +17,19 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
 
 from common.contract.errors import Cause
 from common.contract.messages.gateway import Decode, Prefill
-from common.contract.messages.session import Profile, Role
+from common.contract.messages.session import PULL_LATENCY_S, Profile, Role
 from common.contract.tiers import Tier
 from common.runtime.probes import counter, gauge
 from gateway.dispatch.ask import Ask
-from gateway.dispatch.estimates import PULL_LATENCY_S
 from gateway.dispatch.leaving import Leaving
 from gateway.dispatch.open_request import OpenRequest
-from gateway.dispatch.router import Handoff, Local, LocalPrefill, Rebind, Route, Router
+from gateway.dispatch.router import Handoff, Local, LocalPrefill, Route, Router
 from gateway.dispatch.ttft_limits import TtftLimits
 from gateway.dispatch.waiting import Waiting
 from gateway.serving.attempt import Assignment
@@ -47,10 +46,9 @@ log = logging.getLogger(__name__)
 DEGRADED = "degraded: no prefill worker is usable, and decode workers compute the prompts"
 
 
-class Hopeless(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Hopeless:
     """Action: no worker exists that could take a want now or later; the request's patience begins."""
-
-    want: Want
 
 
 Decided = Sequence[tuple[OpenRequest, FlowAction | Hopeless]]
@@ -106,7 +104,7 @@ class Placement:
         want, request = waiting
         return [(request, action) for action in self._decide(want, request, now)]
 
-    def give_up(self, want: Want, request: OpenRequest, patience_s: float) -> list[FlowAction]:
+    def fail_hopeless(self, want: Want, request: OpenRequest, patience_s: float) -> list[FlowAction]:
         """End a request that has waited `patience_s` while no suitable worker existed."""
         flow, ask = request.flow, Ask.of(want, request.flow, fingerprint=request.fingerprint)
         if flow.refusal is not None and self._router.all_too_small(ask):
@@ -119,7 +117,7 @@ class Placement:
         expected, request.expected = request.expected, None
         if expected is not None and self._ttft_limits is not None:
             # Not from its arrival: a client may take its time to send the body, for which nobody waits.
-            self._ttft_limits.observe(request.flow.generation.tier, expected, now - request.opened_at, now)
+            self._ttft_limits.observe(request.flow.generation.tier, expected, now - request.came_at, now)
 
     # --- assignments ---------------------------------------------------------------------------------------------
 
@@ -195,7 +193,7 @@ class Placement:
             want.hopeless_at = None
         elif want.hopeless_at is None:
             want.hopeless_at = ask.now
-            return [Hopeless(want)]
+            return [Hopeless()]
         return []
 
     def _route(self, want: Want, request: OpenRequest, ask: Ask) -> Sequence[FlowAction]:
@@ -204,41 +202,35 @@ class Placement:
         # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
         num_blocks = self._index.longest(request.block_hashes) if flow.report.complete else {}
         request.cached = {life: num * request.block_size for life, num in num_blocks.items()}
-        route: Route | None
-        if want.offer is None:
-            route = self._router.choose(ask, request.cached)
-        else:
-            route = self._router.rebind(want.offer.life, ask, request.cached)
-        assert route is not None, "there are decode workers for it"
-        route, refusal = self._within_limits(request, route, ask)
-        if generation.waterfall.route is None and not isinstance(route, Rebind):
+        if want.offer is not None:
+            return self._go(want, request, self._router.rebind(want.offer.life, ask, request.cached), ask.now)
+        route = self._within_limits(request, self._router.choose(ask, request.cached), ask)
+        if generation.waterfall.route is None:
             generation.waterfall.route = route.explain
-        if refusal is not None:
-            return flow.fail(refusal)
+        if generation.admittance.refusal is not None:
+            return flow.fail(generation.admittance.refusal)
         return self._go(want, request, route, ask.now)
 
-    def _within_limits(self, request: OpenRequest, route: Route, ask: Ask) -> tuple[Route, Fail | None]:
-        """Where a request goes, and why it is refused, if it is. That is decided once for each request: its other
-        prompts follow the first, and failovers are let in. The best route may be one with a wait, so before a refusal
-        the route with the least wait is tried."""
-        generation, limits = request.flow.generation, self._ttft_limits
-        admittance = generation.admittance
-        if limits is None or admittance.decided or isinstance(route, Rebind):
-            admittance.decided = True
-            return route, admittance.refusal
-        admittance.decided = True
-        tier, now = ask.tier, ask.now
-        admittance.refusal = limits.refusal(tier, route.expected, now)
-        if admittance.refusal is not None:
-            other = self._router.choose(ask._replace(least_wait=True), request.cached)
-            if other is not None and limits.refusal(tier, other.expected, now) is None:
-                route, admittance.refusal = other, None
-        if admittance.refusal is None:
+    def _within_limits(self, request: OpenRequest, route: Handoff | Local, ask: Ask) -> Handoff | Local:
+        """Where a request goes, if it is accepted; else its admittance has the refusal. That is decided once for each
+        request: its other prompts follow the first, and failovers are let in. The best route may be one with a wait, so
+        before a refusal the route with the least wait is tried."""
+        admittance, limits = request.flow.generation.admittance, self._ttft_limits
+        decided, admittance.decided = admittance.decided, True
+        if limits is None or decided:
+            return route
+        refusal = limits.refusal(ask.tier, route.expected, ask.now)
+        if refusal is not None:
+            sooner = self._router.choose(ask._replace(least_wait=True), request.cached)
+            if limits.refusal(ask.tier, sooner.expected, ask.now) is None:
+                route, refusal = sooner, None
+        if refusal is None:
             request.expected = route.expected
-            return route, None
-        turn = isinstance(route, Handoff) and route.expected.waits_for_turn
-        self._num_refused[Role.PREFILL if turn else Role.DECODE, tier] += 1
-        return route, admittance.refusal
+        else:
+            turn = isinstance(route, Handoff) and route.expected.waits_for_turn
+            self._num_refused[Role.PREFILL if turn else Role.DECODE, ask.tier] += 1
+        admittance.refusal = refusal
+        return route
 
     def _go(self, want: Want, request: OpenRequest, route: Route, now: float) -> Sequence[FlowAction]:
         flow = request.flow

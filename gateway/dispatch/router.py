@@ -194,14 +194,12 @@ class Router:
         soon = takers[room_s(table, ask.tier, ask.num_choices)[takers] <= 0.0]
         return any(worker.load is not None for worker in table.views(soon))
 
-    def choose(self, ask: Ask, cached: Cached) -> Handoff | Local | None:
-        """Workers for a prompt; None if there are none now."""
+    def choose(self, ask: Ask, cached: Cached) -> Handoff | Local:
+        """Workers for a prompt, for which there must be `takers`."""
         registry, table = self._registry, self._registry.table
         usable = registry.usable_rows(Role.PREFILL)
         prefill = ask.prefill_rows(table, usable)
         decode = ask.decode_rows(table, registry.usable_rows(Role.DECODE))
-        if not len(decode):
-            return None
         here = table.spread(cached)
         times = _Times(queue_s(table, ask.tier, ask.now), room_s(table, ask.tier, ask.num_choices))
         of_any_profile = decode
@@ -230,12 +228,12 @@ class Router:
                 return short
         return handoff
 
-    def rebind(self, source: WorkerLife, ask: Ask, cached: Cached) -> Rebind | None:
-        """A decode worker for an offer of `source` that still stands; None if there is none now."""
+    def rebind(self, source: WorkerLife, ask: Ask, cached: Cached) -> Rebind:
+        """A decode worker for an offer of `source` that still stands. There must be `takers`."""
         table = self._registry.table
         decode = ask.decode_rows(table, self._registry.usable_rows(Role.DECODE))
         decode = either(without(table, decode, self.paths.avoided(source, ask.now)), decode)
-        return Rebind(self.taker(decode, ask, cached)) if len(decode) else None
+        return Rebind(self.taker(decode, ask, cached))
 
     def taker(self, rows: Rows, ask: Ask, cached: Cached) -> WorkerView:
         """The decode worker, of at least one, for a sequence that is computed elsewhere: of the profile that the tier

@@ -107,7 +107,7 @@ class Job(NamedTuple):
 
 ChargeAhead = Callable[[int], None]
 """Charges the least tokens that a request's prompts can have, before they, or a prediction, are tokenised; raises as
-`Caller.expect_prompt` does."""
+`Caller.charge_ahead` does."""
 
 
 def _for_nothing(num_tokens: int) -> None:
@@ -222,7 +222,7 @@ class Intake:
 
     async def detokenize(self, form: DetokenizeRequest, charge: Callable[[int], None] = _for_nothing) -> str:
         """The text of tokens, with special tokens spelt out. `charge` charges for all of them, before they are decoded;
-        it raises as `Caller.admit_prompt` does."""
+        it raises as `Caller.charge_prompt` does."""
         self.check_model(form.model)
         if len(form.tokens) > self._limits.max_sequence_tokens:
             raise invalid("tokens", f"{len(form.tokens)} tokens, at most {self._limits.max_sequence_tokens}")

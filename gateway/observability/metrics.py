@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -25,6 +25,14 @@ _REFUSALS: Final = (
     "crowded_out", "full", "handshake", "large_head", "malformed", "slow_head", "slow_reader", "stalled",
 )  # fmt: skip
 """Reasons for which a connection is refused or closed."""
+
+
+class _KeyCounter(PlainCounter):
+    """A counter whose first label is the name of an API key."""
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget the counts of all other keys."""
+        self._counts = {labels: count for labels, count in self._counts.items() if labels[0] in names}
 
 
 class GatewayMetrics:
@@ -78,7 +86,7 @@ class GatewayMetrics:
         self.requests_in_flight = Gauge(
             "baton_gateway_requests_in_flight", "POST requests being served.", registry=self.registry
         )
-        self._limited = PlainCounter(
+        self._limited = _KeyCounter(
             "baton_gateway_requests_limited",
             "Requests refused by a limit of their API key.",
             ["key", "reason"],
@@ -118,6 +126,10 @@ class GatewayMetrics:
         """Count a request that a limit of an API key refused; `key` is the key's name, which the operator has
         chosen."""
         self._limited.labels(key, reason).inc()
+
+    def keep_keys(self, names: Collection[str]) -> None:
+        """Forget the counts of API keys that are not among `names`."""
+        self._limited.keep(names)
 
     def connection_refused(self, reason: str) -> None:
         """Count a connection that was refused or closed, by reason."""

@@ -46,7 +46,8 @@ class Admittance:
 @dataclass(slots=True, kw_only=True)
 class Generation:
     """One prompt to be generated, tokenised and validated. Client data enters it only after validation. Only
-    `waterfall`, `shortcut` and `give_up` change; it is not frozen since that would double the time to make it."""
+    `admittance`, `waterfall`, `shortcut` and `give_up` change; it is not frozen since that would double the time to
+    make it."""
 
     token_ids: tuple[int, ...]
     """The prompt, at least one token."""
@@ -93,7 +94,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     """Set on the choice's last delta."""
     more: bool = False
-    """Whether the next delta of this choice is available already, so that its reader will not wait for it."""
+    """Whether the next delta of this choice, or the end, is available already, so that its reader will not wait for
+    it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

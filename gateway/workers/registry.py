@@ -27,6 +27,8 @@ _TOGETHER_S = 3.0
 lost together begin to start, or can be reached again, at the same time, and so are back within a few seconds."""
 _EXPECTED_S = 600.0
 """Seconds after its loss for which a worker is expected back: a large model takes minutes to load."""
+_MAX_GONE = 4096
+"""Most removed workers whose last incarnations are remembered."""
 _NO_ROOM_S = 1.0
 """Seconds after which a worker that had no room for a running sequence is asked again, although it holds no less."""
 
@@ -70,6 +72,9 @@ class Registry:
         self._sessions = itertools.count(1)
         self.num_restarts: Counter[Role] = Counter()
         """Times that a new incarnation of a worker was met at its address, by role."""
+        self._gone: dict[tuple[str, str], tuple[Incarnation, int]] = {}
+        """Removed worker, by address and identity → its last incarnation and its restarts; the last removed comes last.
+        DNS lists no worker that is not ready: one that restarts is removed, and added again once it has loaded."""
         self.epoch = 0
         """Counter of events that may have changed which workers are usable, or which are connected again."""
         self._coming_back = (-1, -math.inf)
@@ -101,7 +106,11 @@ class Registry:
     def remove(self, address: str) -> None:
         """Remove a worker with which there is no session."""
         self.lost(address)
-        del self.workers[address]
+        worker = self.workers.pop(address)
+        if worker.last_incarnation is not None:
+            self._gone[address, worker.identity] = worker.last_incarnation, worker.restarts
+            if len(self._gone) > _MAX_GONE:
+                del self._gone[next(iter(self._gone))]
         self._forget_table()
 
     def opened(self, address: str, incarnation: Incarnation, welcome: Welcome, now: float = 0.0) -> None:
@@ -112,7 +121,9 @@ class Registry:
         worker.session = next(self._sessions)
         worker.forget_given()
         if worker.last_incarnation != incarnation:
-            if worker.last_incarnation is not None:
+            known = worker.last_incarnation, worker.restarts
+            before, worker.restarts = self._gone.pop((address, worker.identity), known)
+            if before not in (None, incarnation):
                 worker.restarts += 1
                 self.num_restarts[worker.role] += 1
             worker.last_incarnation = incarnation

@@ -10,8 +10,9 @@ starts a read. Gates, all open at first:
     <Name>    a message of this name, to a client (server side), is about to be sent; what follows it waits too
 
 Commands come as lines of JSON on the Unix socket `STAGE_SOCKET`: {"close": GATE}, {"open": GATE}, {"waiting": GATE}
-(answered with how many wait there), {"crc": true} (answered with the CRC-32 of every block of the KV cache), one answer
-a line. `STAGE_POISON`, a token id, ends the process when it computes a sequence that begins with it, as
+(answered with how many wait there), {"crc": true} (answered with the CRC-32 of every block of the KV cache),
+{"reconnect_s": SECONDS} (in which a client whose connection has broken must speak again), one answer a line.
+`STAGE_POISON`, a token id, ends the process when it computes a sequence that begins with it, as
 `STAGE_POISON_HOW` says: `kill` (SIGKILL) or `raise` (an exception in the step).
 """
 
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.contract.ids import Incarnation
 from common.contract.messages.fields import Message
+from common.runtime.channel import ends
 from common.runtime.config import DecodeSettings, PrefillSettings, WorkerSettings
 from common.runtime.worker_host import Worker, WorkerHost, run_worker
 from kv_transfer.events import MoverAction, StartRead
@@ -85,6 +87,8 @@ class Stage:
                     opened()
             elif "crc" in command:
                 answer = self.crc()
+            elif "reconnect_s" in command:
+                ends.RECONNECT_S = command["reconnect_s"]
             else:
                 answer = self.waiting.get(command["waiting"], 0)
             writer.write(json.dumps(answer).encode() + b"\n")

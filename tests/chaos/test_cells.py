@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,22 @@ from needs import needs
 from stack import BLOCK_BYTES, BLOCK_SIZE, Answer, Process, Workers, answer, avoided, generation, prompt, until
 
 from chaos.client import Outcome, ask
-from chaos.theatre import CHUNK, FAULTS, PULSE, RANK_FAULTS, Actor, Theatre, begun_anew_if_collapsed, theatre
+from chaos.theatre import (
+    CHUNK,
+    FAULTS,
+    PULSE,
+    RANK_FAULTS,
+    Actor,
+    Theatre,
+    begun_anew_if_collapsed,
+    lose_if_silent,
+    theatre,
+)
 from common.contract.errors import Cause
 from common.contract.messages.fields import Message
 from common.contract.messages.gateway import Decode, Prefill
 from common.contract.messages.session import Role
+from common.runtime.channel import ends
 from gateway.dispatch.broken_paths import BrokenPaths
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import GenerationFailed
@@ -158,7 +169,7 @@ async def settled(stage: Theatre, dispatcher: Dispatcher, registry: Registry) ->
 
 @asynccontextmanager
 async def happening(
-    stage: Theatre, registry: Registry, fault: str, victim: Actor, gate: tuple[Actor, str]
+    stage: Theatre, dispatcher: Dispatcher, registry: Registry, fault: str, victim: Actor, gate: tuple[Actor, str]
 ) -> AsyncIterator[None]:
     """The fault, until the body is done; once gateways have noticed it, who waits at the gate goes on, if it can."""
     incarnation = registry.workers[victim.address].incarnation
@@ -166,6 +177,8 @@ async def happening(
     stage.befallen = True
     befalls.begin(victim)
     try:
+        if befalls.silences or fault == "slow":
+            lose_if_silent(dispatcher, victim)
         if befalls.silences:
             worker = registry.workers[victim.address]
             await until(lambda: worker.incarnation != incarnation, "the gateway does not notice")
@@ -258,7 +271,8 @@ async def test_the_stream_goes_on(stage: Theatre, references: References, fault:
             await until(lambda: all(worker.load is not None for worker in loads), "a worker tells nothing")
             effects = Effects(stage, dispatcher)
             tasks, gate = await reached(state, stage, ask)
-            async with happening(stage, registry, fault, stage.p1 if role is Role.PREFILL else stage.d1, gate):
+            victim = stage.p1 if role is Role.PREFILL else stage.d1
+            async with happening(stage, dispatcher, registry, fault, victim, gate):
                 answers = await asyncio.gather(*tasks)
             effects.check(fault, state, role)
         if len(tasks) > 1:
@@ -307,6 +321,19 @@ async def test_a_worker_that_is_left_draining_serves_the_next_test(stage: Theatr
 NUM_RESETS = 3
 
 
+@contextmanager
+def reconnecting_within(actor: Actor, seconds: float) -> Iterator[None]:
+    """A worker and this process wait so long for each other when a connection has broken."""
+    usual_s = ends.RECONNECT_S
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ends, "RECONNECT_S", seconds)
+        actor.command(reconnect_s=seconds)
+        try:
+            yield
+        finally:
+            actor.command(reconnect_s=usual_s)
+
+
 async def test_a_reset_while_tokens_flow_restarts_nobody(stage: Theatre, references: References) -> None:
     """Only connections to D1's control port break: all that is lost is what was on its way, and that is asked for."""
     stage.revive()
@@ -316,6 +343,7 @@ async def test_a_reset_while_tokens_flow_restarts_nobody(stage: Theatre, referen
         expected = await references("300 tokens", ask, PROMPT)
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
             await settled(stage, dispatcher, registry)
+        with avoided(registry, stage.p2.process, *[stage.d2.process] * 4), reconnecting_within(d1, 20.0):
             traffic = dispatcher.links._links[d1.address].traffic
             before = traffic.sessions_lost, sum(dispatcher.recovery.tally.failures.values())
             num_resets = num_resyncs = 0
@@ -401,7 +429,7 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
             d1.open("step")
         d1.partner, d2.partner = d2, d1
         try:
-            async with happening(stage, registry, fault, d1 if who == "source" else d2, gate):
+            async with happening(stage, dispatcher, registry, fault, d1 if who == "source" else d2, gate):
                 if who == "sink":
                     dispatcher.links.tell(d1.address, drain=False)  # it is the only one that is left
                     d1.open("step")
@@ -428,12 +456,14 @@ computed, the decode worker may be pulling those before it."""
 
 @pytest.mark.parametrize("state", [pytest.param(state, marks=pytest.mark.chaos) for state in STATES])
 @begun_anew_if_collapsed
-async def test_the_end_of_its_time_names_the_state(stage: Theatre, state: str) -> None:
+async def test_the_end_of_its_time_names_the_state(stage: Theatre, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    if state != "finishing":  # a worker, however late, says so before the gateway does
+        monkeypatch.setattr("gateway.dispatch.dispatcher._BUDGET_GRACE_S", 30.0)
     stage.revive()
     async with stage.dispatcher() as (dispatcher, registry):
         with avoided(registry, stage.p2.process, *[stage.d2.process] * 4):
             await settled(stage, dispatcher, registry)
-            tasks, (holder, gate) = await reached(state, stage, asker(dispatcher, budget_s=2.0))
+            tasks, (holder, gate) = await reached(state, stage, asker(dispatcher, budget_s=4.0))
         with pytest.raises(GenerationFailed, match=DEADLINES[state]) as failed:
             await tasks[0]
         assert failed.value.cause is Cause.DEADLINE

@@ -12,7 +12,7 @@ import pytest
 from needs import needs
 from stack import BLOCK_BYTES, answer, avoided, generation, prompt, until
 
-from chaos.theatre import CHUNK, Freeze, Theatre, theatre
+from chaos.theatre import CHUNK, Freeze, Theatre, lose_if_silent, theatre
 
 pytestmark = needs("hosts")
 
@@ -43,6 +43,7 @@ async def test_a_source_that_wakes_up_late_changes_no_block(stage: Theatre) -> N
             task = asyncio.create_task(answer(dispatcher, generation(prompt(1, 5 * CHUNK), **sampling)))
             await until(lambda: sink.waiting("read") > 0, "no read is about to begin")
         frozen.begin(source)
+        lose_if_silent(dispatcher, source)
         try:
             sink.open("read")
             task.cancel()  # before anybody can have noticed that the source stands still

@@ -40,7 +40,9 @@ def stage(
     size = ("--kv-cache-bytes", str(256 * BLOCK_BYTES))
     folder, scratch = checkpoint("llama"), tmp_path_factory.mktemp("poison")
     role, how = request.param
-    with theatre(folder, scratch, "nixl", options=size, poison={role: POISON}, poison_how=how) as made:
+    # Decode workers compute prompts while no prefill worker is there.
+    poison = dict.fromkeys({role, Role.DECODE}, POISON)
+    with theatre(folder, scratch, "nixl", options=size, poison=poison, poison_how=how) as made:
         yield made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -17,11 +16,12 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from stack import BLOCK_SIZE, Process, Workers, ranks_of, until, wait_until
+from stack import BLOCK_SIZE, Process, Workers, ranks_of, wait_until
 
 from chaos.net import HERE, Host, hosts
 from common.contract.messages.session import Role
 from common.engine.ranks import EXIT_RANK_LOST
+from common.runtime.clock import Pulse
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.workers.registry import Registry
 
@@ -192,7 +192,8 @@ class Theatre:
     @asynccontextmanager
     async def dispatcher(self, **options: Any) -> AsyncIterator[tuple[Dispatcher, Registry]]:
         """A gateway's dispatcher in this process. A worker that dies late of what befell it before is started again. A
-        worker that a failed test has left draining serves again."""
+        worker that a failed test has left draining serves again. A worker that is silent by chance is lost after 10 s
+        only: see `lose_if_silent`."""
         async with AsyncExitStack() as stack:
             for last_try in (False, False, True):
                 self.revive()
@@ -204,6 +205,8 @@ class Theatre:
                 except TimeoutError:
                     if last_try:
                         raise
+            for link in dispatcher.links._links.values():
+                link._pulse = Pulse(timeout_s=10.0)
             yield dispatcher, registry
 
 
@@ -429,8 +432,8 @@ RANK_FAULTS: dict[str, Callable[[], Fault]] = {fault.name: fault for fault in (K
 """Those of workers of two ranks."""
 
 
-async def lost(registry: Registry, address: str, incarnation: str) -> None:
-    """Wait until the gateway has noticed that this life of a worker is over, or out of reach."""
-    worker = registry.workers[address]
-    await until(lambda: worker.incarnation != incarnation, f"the gateway does not notice the loss of {address}")
-    await asyncio.sleep(0)
+def lose_if_silent(dispatcher: Dispatcher, actor: Actor) -> None:
+    """From now on a gateway in this process loses this worker after as long a silence as gateways do by default."""
+    link = dispatcher.links._links[actor.address]
+    link._pulse = Pulse()
+    link._greets.set()  # it sleeps until the longer silence would be over

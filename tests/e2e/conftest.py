@@ -25,21 +25,26 @@ _WIRES: dict[str, Any] = {
 
 
 _LONG = (
-    "test_cells.py",
     "test_restarts.py",
-    "test_speculation.py",
+    "test_cells.py",
     "test_serve.py",
+    "test_speculation.py",
+    "test_dashboard_page.py",
     "test_widths.py",
     "test_startup.py",
-    "test_profiles.py",
-    "test_handoff.py",
+    "test_transport_processes.py",
+    "test_drawn_requests.py",
     "test_exposure.py",
-    "test_drain.py",
-    "test_hostile_input.py",
     "test_gpu_stack_benchmark.py",
+    "test_hostile_input.py",
+    "test_waterfall.py",
+    "test_dashboard_chat.py",
     "test_prefix_pulls.py",
-    "test_parity.py",
-    "test_soak.py",
+    "test_drain.py",
+    "test_tool_calls.py",
+    "test_handoff.py",
+    "test_memory_pressure.py",
+    "test_profiles.py",
 )
 """Files that take long, the longest first: none of them should be the last one of all."""
 _SHARED = {"llama", *_WIRES, "small decode"}

@@ -207,6 +207,33 @@ async def test_bars_of_a_steady_load_are_of_one_height(open_page: Callable[..., 
         assert len({height for heights in drawn for height in heights}) == 1
 
 
+LAUNCH = """async (events) => {
+    const { Relay } = await import(new URL('relay.js', document.querySelector('script[type=module]').src));
+    const numbers = [];
+    const relay = {
+        handoffs: new Map(),
+        moving: new Set(),
+        workers: { get: (id) => id },
+        tracks: { launch: (from, to, number) => numbers.push(`${from} ${to} ${number}`) },
+    };
+    return events.map((handoffs) => {
+        numbers.length = 0;
+        Relay.prototype.launchBatons.call(relay, { handoffs, requests: [] });
+        return numbers.join();
+    });
+}"""
+
+
+async def test_each_handoff_is_one_baton_though_several_events_list_it(open_page: Callable[..., Any]) -> None:
+    def handoffs(before: int, count: int) -> list[dict[str, str | int]]:
+        return [{"prefill": "p", "decode": "d", "before": before, "count": count}]
+
+    async with open_page() as seen:
+        events = [[], handoffs(5, 7), handoffs(5, 7), handoffs(5, 8), handoffs(7, 8), [], handoffs(8, 9)]
+        launched = await seen.page.evaluate(LAUNCH, events)
+        assert launched == ["", "p d 2", "p d 0", "p d 1", "p d 0", "", "p d 1"]
+
+
 async def test_who_wants_no_motion_gets_none(open_page: Callable[..., Any]) -> None:
     async with open_page(reduced_motion="reduce") as seen:
         page = seen.page

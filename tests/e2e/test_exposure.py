@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from served import Stack
 from sockets import descendants, listeners
-from stack import Process, gateway_of, run_forked, until
+from stack import Process, gateway_of, run_forked, until, wait_until
 from step_tokens import handles
 
 from common.contract.errors import Cause
@@ -40,12 +40,18 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def test_a_stack_for_other_machines_opens_the_port_of_its_api_alone() -> None:
+    """When it is killed after a handoff, it leaves no orphans."""
     with Stack("--explain-routing", "--host", "0.0.0.0") as stack:
         stack.hand_over()
         processes = descendants(stack.popen.pid)
         gateway = next(pid for pid in processes if "gateway" in Path(f"/proc/{pid}/cmdline").read_text())
         (api,) = [each for each in listeners(*processes) if not each.on_loopback]
         assert (api.pid, api.address) == (gateway, IPv4Address("0.0.0.0"))
+        children = stack.children()
+        assert len(children) == 3
+        stack.popen.kill()
+        stack.popen.wait()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "orphans")
 
 
 # Loads nixl, and tells whether a listening socket appears when UCX is told so by each argument.

@@ -240,7 +240,8 @@ async def test_workers_with_other_weights_are_refused_with_both_values(
 ) -> None:
     """Same configuration, other weights: the gateway ends at start, and a decode worker does without its source."""
     workers = main_pool
-    other = Workers.start(make_checkpoint("llama", tmp_path / "other", seed=8), prefill=0)
+    patient = ("--heartbeat-timeout-s", "10")  # it counts who is lost
+    other = Workers.start(make_checkpoint("llama", tmp_path / "other", seed=8), prefill=0, options=patient)
     pools["other weights"] = other
     mixed = Workers(workers.folder, prefill=workers.prefill[:1], decode=other.decode)
     with pytest.raises(FingerprintMismatchError, match="weights_hash"):

@@ -25,6 +25,8 @@ from gateway.serving.generation import Generation
 Pool = Callable[..., Workers]
 WIDTHS = (1, 2, 4)
 TRANSPORTS = ("nixl", "zmq")
+PATIENT = ("--heartbeat-timeout-s", "5")
+"""By default a worker ends when a rank is silent for a second, as one may be on a busy machine."""
 EVERY = [
     (family, *pair, transport)
     for family, pair, transport in itertools.product(FAMILIES, itertools.product(WIDTHS, repeat=2), TRANSPORTS)
@@ -66,7 +68,7 @@ async def test_answers_are_those_of_workers_of_one_rank(
     little = ("--kv-cache-bytes", str(40 * BLOCK_BYTES * decode_width), "--memory-reserve", "-1")
     workers = Workers.start(
         checkpoint(family),
-        options=("--checksums", "--transport", transport),
+        options=("--checksums", "--transport", transport, *PATIENT),
         prefill_options=("--chunk-size", "64", "--tensor-parallel", str(prefill_width)),
         decode_options=("--tensor-parallel", str(decode_width), *little),
     )
@@ -106,12 +108,12 @@ async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
         expected = await asyncio.gather(*(answer(dispatcher, work) for work in works))
     wide, chunks = ("--tensor-parallel", "2"), ("--chunk-size", "64")
     own = {Role.PREFILL: (*chunks, *wide), Role.DECODE: wide}[role]
-    actor = staged(role, main_pool.folder, tmp_path, "--checksums", *KV_CACHE, *own)
+    actor = staged(role, main_pool.folder, tmp_path, "--checksums", *PATIENT, *KV_CACHE, *own)
     workers = Workers.start(
         main_pool.folder,
         prefill=1 if role is Role.PREFILL else 2,
         decode=1 if role is Role.DECODE else 2,
-        options=("--checksums",),
+        options=("--checksums", *PATIENT),
         prefill_options=own if role is Role.PREFILL else chunks,
         decode_options=own if role is Role.DECODE else (),
     )
@@ -140,7 +142,7 @@ async def test_a_lost_rank_is_a_lost_worker_and_nothing_else(
 
 async def test_the_local_stack_starts_ranks_and_leaves_none_behind() -> None:
     body = {"messages": [{"role": "user", "content": "The code of Mira is 4817. What is the code of Mira?"}]}
-    variables = {"CUDA_VISIBLE_DEVICES": "4,5,7"}  # which this CPU ignores
+    variables = {"CUDA_VISIBLE_DEVICES": "4,5,7", "BATON_HEARTBEAT_TIMEOUT_S": "5"}  # this CPU ignores the first
     with Stack("--prefill-tp", "2", "--decode-tp", "2", variables=variables) as stack:
         assert stack.ready.startswith("ready"), stack.wait()
         prefill, decode = stack.pid_of("prefill_worker"), stack.pid_of("decode_worker")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from golden_samples import golden_logits, golden_samples, golden_tokens
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.contract.sampling import SamplingParams
@@ -17,6 +17,8 @@ from common.engine.draw import column, draw, random_numbers
 from common.engine.kernels import sampler
 from common.engine.kernels.backend import TritonBackend
 
+VOCABULARY = 128_256
+"""Tokens of Llama 3: sixteen chunks."""
 SIZES = st.one_of(st.integers(2, 60), st.sampled_from([1023, 1024, 1025, 8191, 8192, 8193, 9000]))
 
 
@@ -60,6 +62,19 @@ def kept_by(logits: torch.Tensor, sample: Sample) -> tuple[torch.Tensor, bool]:
     return kept & (x > -math.inf), doubtful
 
 
+def compare(logits: torch.Tensor, samples: list[Sample]) -> list[int]:
+    """The tokens that the kernels draw. Raises `AssertionError` for one that is hidden, and for one that the sampler in
+    torch does not draw, unless it is within rounding."""
+    best = logits.max(-1).values
+    ours, theirs = drawn(logits, best, samples).tolist(), draw(logits, best, Samples.of(samples)).tolist()
+    for row, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        kept, doubtful = kept_by(logits[row], samples[row])
+        if not doubtful:
+            assert bool(kept[one]), "a token that is hidden"
+            assert one == other or near_tie(logits[row], samples[row], one, other), (row, one, other)
+    return list(ours)
+
+
 def near_tie(logits: torch.Tensor, sample: Sample, one: int, other: int) -> bool:
     """Whether the number is within rounding of the border between two tokens that are kept."""
     kept, _ = kept_by(logits, sample)
@@ -75,6 +90,8 @@ def near_tie(logits: torch.Tensor, sample: Sample, one: int, other: int) -> bool
 @given(
     size=SIZES, rows=st.integers(1, 3), seed=st.integers(0, 2**31), spoil=st.sampled_from(["", "nan", "inf", "ties"])
 )
+@example(size=VOCABULARY, rows=3, seed=100_000, spoil="nan")
+@example(size=VOCABULARY, rows=3, seed=100_000, spoil="ties")
 def test_best(device: torch.device, size: int, rows: int, seed: int, spoil: str) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(rows, size)
@@ -140,14 +157,41 @@ def test_draw_as_the_sampler_in_torch_does(
         logits[:, 1::3] = -math.inf
     logits = logits.to(device)
     plain = sample_of(seed + 1, temperature=rows[0]["temperature"])
-    samples = [*(sample_of(seed + row, **parameters) for row, parameters in enumerate(rows)), plain]
-    best = logits.max(-1).values
-    ours, theirs = drawn(logits, best, samples).tolist(), draw(logits, best, Samples.of(samples)).tolist()
-    for row, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        kept, doubtful = kept_by(logits[row], samples[row])
-        if not doubtful:
-            assert bool(kept[one]), "a token that is hidden"
-            assert one == other or near_tie(logits[row], samples[row], one, other), (row, one, other)
+    compare(logits, [*(sample_of(seed + row, **parameters) for row, parameters in enumerate(rows)), plain])
+
+
+def test_draw_from_rows_of_sixteen_chunks(device: torch.device) -> None:
+    """The programs of the chunks fill one window: with the most likely tokens, by number or by weight; or not at all,
+    when there are more likely tokens than it holds. A GPU runs them at the same time, so it draws for many rows, and
+    twice."""
+    asked: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"top_k": 1000, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3},
+        {"top_p": 0.7},
+        {},
+    ]
+    copies = 32 if device.type == "cuda" else 1
+    torch.manual_seed(1)
+    logits = torch.randn(copies, len(asked), VOCABULARY)
+    logits[:, 0] *= 4
+    logits[:, 2] = torch.where(torch.rand(copies, VOCABULARY) < 0.04, logits[:, 2] / 100, -20.0)
+    assert ((logits[:, 2] > -1).sum(-1) > sampler._WINDOW).all()
+    logits = logits.flatten(0, 1).to(device)
+    samples = [sample_of(seed, **parameters) for seed, parameters in enumerate(asked * copies)]
+    tokens = compare(logits, samples)
+    if device.type == "cuda":
+        assert drawn(logits, logits.max(-1).values, samples).tolist() == tokens, "not the same twice"
+
+
+@pytest.mark.parametrize("parameters", [{"top_k": 1}, {"temperature": 4.0}], ids=str)
+def test_a_wrong_token_is_found(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any]
+) -> None:
+    logits, right = torch.linspace(1, 0, 60, device=device)[None], sampler.draw
+    compare(logits, [sample_of(5, **parameters)])
+    monkeypatch.setattr(sampler, "draw", lambda *tensors, hiding: (right(*tensors, hiding=hiding) + 1) % 60)
+    with pytest.raises(AssertionError):
+        compare(logits, [sample_of(5, **parameters)])
 
 
 @pytest.mark.parametrize("top_k", [64, 2**31, 2**32 + 1, 2**63 - 1])

@@ -198,7 +198,7 @@ _NO_DIFFERENCE: dict[type, str] = {
     LocalPrompt: "urgency",
     LocalPrompts: "_policy _costs",
     Preemption: "_pool _policy num_recomputed num_revoked",
-    PrefillCore: "settings engine totals",
+    PrefillCore: "settings engine",
     PrefillPlan: "number",
     PrefillRequest: "urgency block_hashes story deadline",
     PrefillScheduler: "_pool _costs _num_admitted num_prefix_queried num_prefix_hit",

@@ -539,7 +539,7 @@ class Traffic:
     def give_up_choice(self) -> None:
         choice = self.pick(self.needless())
         choice.given_up = True
-        self.scheduler.sequences.remove(choice, wanted=True)
+        self.scheduler.sequences.remove(choice, by_client=True)
         self.num_given_up += 1
 
     def give_up_pull(self, request: DecodeRequest) -> None:

@@ -39,11 +39,11 @@ class Line:
     last_departed: float = 0.0
     num_passed: int = 0
 
-    def active(self) -> set[str]:
-        return {item.tenant for item in self.items} | {t for t, rate in self.rates.items() if rate > 0}
+    def waiting(self) -> set[str]:
+        return {item.tenant for item in self.items}
 
     def floor(self) -> float:
-        return min((self.counters[t] for t in self.active()), default=self.last_departed)
+        return min((self.counters[t] for t in self.waiting()), default=self.last_departed)
 
     def know(self, tenant: str) -> None:
         self.counters.setdefault(tenant, self.floor())
@@ -89,7 +89,7 @@ class FairQueueMachine(RuleBasedStateMachine):
     def leave(self, item: Item) -> None:
         line = self.lines[item.tier]
         line.items.remove(item)
-        if item.tenant not in line.active():
+        if item.tenant not in line.waiting():
             line.last_departed = line.counters[item.tenant]
 
     def taken(self, item: Item) -> None:
@@ -101,9 +101,8 @@ class FairQueueMachine(RuleBasedStateMachine):
     def enter(self, item: Item) -> None:
         line = self.lines[item.tier]
         line.know(item.tenant)
-        if item.tenant not in line.active():
+        if item.tenant not in line.waiting():
             line.counters[item.tenant] = max(line.counters[item.tenant], line.floor())
-        if all(other.tenant != item.tenant for other in line.items):
             line.began[item.tenant] = self.num_added
         item.number = self.num_added
         self.num_added += 1
@@ -164,10 +163,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         if rate < 0:
             return
         line.know(tenant)
-        was_active = tenant in line.active()
         line.rates[tenant] = rate
-        if was_active and tenant not in line.active():
-            line.last_departed = line.counters[tenant]
         self.queue.flow(tier, tenant, change, self.step)
 
     @rule(num_steps=st.integers(1, 5))

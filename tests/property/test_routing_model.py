@@ -231,8 +231,8 @@ class RoutingMachine(RuleBasedStateMachine):
             if reader is not None:
                 self.router.paths.failed(unread.life, reader.life, self.now)
         ask = ask._replace(now=self.now)
-        self.compare(ask, {})
-        self.compare_rebind(unread.life, ask, {})
+        if self.compare(ask, {}):
+            self.compare_rebind(unread.life, ask, {})
 
     @rule(seconds=st.sampled_from((0.01, 0.1, 0.3, 0.6, 2.0, 11.0)))
     def wait(self, seconds: float) -> None:
@@ -257,33 +257,32 @@ class RoutingMachine(RuleBasedStateMachine):
             ask = ask._replace(avoid=avoid, beside=beside, too_small=too_small)
         held = st.sampled_from([num for num in (16, 32, 96, 992) if num < ask.num_tokens] or [0])
         cached = {life: data.draw(held) for life in sorted(self.some_lives(data), key=str)}
-        self.compare(ask, cached)
-        self.compare_rebind(data.draw(st.sampled_from(self.lives())), ask, cached)
+        if self.compare(ask, cached):
+            self.compare_rebind(data.draw(st.sampled_from(self.lives())), ask, cached)
 
     def compare_rebind(self, source: WorkerLife, ask: Ask, cached: dict[WorkerLife, int]) -> None:
         """Choose a decode worker for an offer of `source`, in both ways."""
         expected = full_scan.rebind(source, self.registry, ask, cached, self.router.paths, TARGETS)
         assert self.router.rebind(source, ask, cached) == expected
 
-    def compare(self, ask: Ask, cached: dict[WorkerLife, int]) -> None:
-        """Choose, in both ways."""
-        expected = full_scan.choose(
-            self.registry,
-            ask,
-            cached,
-            self.router.paths,
-            local_prefill_tokens=self.local_prefill_tokens,
-            targets=TARGETS,
-        )
-        assert self.router.choose(ask, cached) == expected
-
+    def compare(self, ask: Ask, cached: dict[WorkerLife, int]) -> bool:
+        """Choose, in both ways. Returns whether there are workers to choose from."""
         takers = self.router.takers(ask)
         could = full_scan.able(ask, full_scan.usable(self.registry, Role.DECODE))
         assert self.registry.table.views(takers) == could
-        if could:
-            assert self.router.taker(takers, ask, cached) is full_scan.taker(could, ask, cached, TARGETS)
         assert self.router.has_room(ask, takers) == full_scan.has_room(could, ask)
         assert self.router.hope(ask) == full_scan.hope(self.registry, ask)
+        if could:
+            assert self.router.taker(takers, ask, cached) is full_scan.taker(could, ask, cached, TARGETS)
+            assert self.router.choose(ask, cached) == full_scan.choose(
+                self.registry,
+                ask,
+                cached,
+                self.router.paths,
+                local_prefill_tokens=self.local_prefill_tokens,
+                targets=TARGETS,
+            )
+        return bool(could)
 
     @rule()
     def look(self) -> None:

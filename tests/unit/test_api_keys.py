@@ -115,6 +115,29 @@ def test_keys_are_found_by_themselves_alone(file: Path) -> None:
         assert keyring.find(wrong) is None
 
 
+def test_a_key_is_found_with_the_same_work_among_many_as_alone(file: Path) -> None:
+    def work(num_keys: int) -> int:
+        """Calls that a right and a wrong key cost: a measure that no clock disturbs."""
+        file.write_text("".join(entry(f"k{i}", f"key {i}") for i in range(num_keys)))
+        keyring = Keyring(file, clock=StandingClock())
+        num_calls = 0
+
+        def count(frame: object, event: str, arg: object) -> None:
+            nonlocal num_calls
+            num_calls += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            found = keyring.find("key 0"), keyring.find("wrong")
+        finally:
+            sys.setprofile(before)
+        assert [each and each.name for each in found] == ["k0", None]
+        return num_calls
+
+    assert work(MAX_KEYS) == work(1)
+
+
 def test_a_file_that_changes_is_read_again(file: Path) -> None:
     time = StandingClock()
     reloads: list[bool] = []

@@ -35,8 +35,10 @@ class Pool:
         self.leaving = Leaving(self.registry, self.router)
 
     def route(self, *, offer: bool = False, **wanted: Any) -> Route | None:
-        """The route of a request, or of an offer that stands."""
+        """The route of a request, or of an offer that stands; None if no decode worker takes it."""
         ask = self.ask(**wanted)
+        if not len(self.router.takers(ask)):
+            return None
         return self.router.rebind(life(P), ask, {}) if offer else self.router.choose(ask, {})
 
     def choose(self, **wanted: Any) -> tuple[str, ...] | None:

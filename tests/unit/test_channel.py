@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
-from channel_bench import FINGERPRINT, KEY, OTHER, PATIENT, Client, Net, RawWorker, abort, heartbeat, tokens, welcome
+from channel_bench import (
+    FINGERPRINT,
+    KEY,
+    OTHER,
+    PATIENT,
+    Client,
+    Net,
+    RawWorker,
+    abort,
+    heartbeat,
+    hello_once,
+    tokens,
+    welcome,
+)
 from waiting import eventually
 
 from common.contract.block_hashes import block_hashes
@@ -177,7 +191,7 @@ async def test_a_refused_client_keeps_asking_but_hears_of_it_once(net: Net) -> N
     assert isinstance(last, Hello)
     assert client.events == ["refused"]
     await raw.send(peer, welcome(last.number))
-    await client.opened()
+    await raw.accept(client)  # if it read the answer late, it asks again
     assert client.link.state is LinkState.OPEN
 
 
@@ -246,6 +260,20 @@ async def test_one_client_too_many_is_refused_and_comes_in_when_another_leaves(
     assert second.events == ["open"]
 
 
+async def test_workers_that_are_clients_keep_no_gateway_out(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker stays a client while its link is idle, so in a large pool each worker is one of each other."""
+    monkeypatch.setattr(server_end, "MAX_SESSIONS", 2)
+    worker = net.worker(BRISK)
+    sinks = [await net.client(worker.address, BRISK, FINGERPRINT).opened() for _ in range(2)]
+    gateways = [await net.client(worker.address, BRISK).opened() for _ in range(2)]
+    for fingerprint, said in ((FINGERPRINT, "2 workers"), (None, "2 gateways")):
+        refused = net.client(worker.address, BRISK, fingerprint)
+        await refused.events.until(partial(bool, refused.refusals))
+        assert refused.refusals[0].cause is Cause.CAPACITY
+        assert said in refused.refusals[0].message
+    assert set(worker.peers) == {client.me for client in sinks + gateways}
+
+
 # --- losses that only counting shows -----------------------------------------------------------------------------
 
 
@@ -295,7 +323,10 @@ async def test_a_worker_that_received_fewer_than_were_sent_asks_for_a_hello(net:
     assert worker.server.traffic.sessions_lost == 0
 
 
-async def test_a_message_that_the_worker_never_got_leads_to_one_resync(net: Net) -> None:
+async def test_a_message_that_the_worker_never_got_leads_to_one_resync(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello_once(monkeypatch)
     worker = net.worker()
     client = await net.client(worker.address).opened()
     client.link._sent += 1  # one that ZeroMQ dropped
@@ -389,6 +420,7 @@ async def test_a_silent_worker_is_lost_after_the_timeout_and_not_before(net: Net
     client = net.client(raw.address)
     await raw.accept(client)
     net.clock.now_s += PATIENT.timeout_s
+    client.link._greets.set()  # it looks, however long it would have slept
     await net.clock.looks(3)
     assert client.events == ["open"]
     net.clock.now_s += 0.1

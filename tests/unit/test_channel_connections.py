@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 from channel_bench import WAIT_S, Net
+from waiting import eventually
 
 from common.contract.errors import Cause
 from common.contract.messages.session import Hello, HelloRefused
@@ -80,7 +81,7 @@ async def test_a_worker_that_refuses_and_falls_silent_is_connected_to_anew(
 async def test_a_worker_that_goes_on_refusing_keeps_its_connection(net: Net) -> None:
     raw = net.raw_worker()
     monitor = raw._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
-    client = net.client(raw.address, BRISK, clock=monotonic)
+    client = net.client(raw.address, BRISK)
 
     async def num_accepted() -> int:
         number = 0
@@ -98,7 +99,9 @@ async def test_a_worker_that_goes_on_refusing_keeps_its_connection(net: Net) -> 
         await asyncio.sleep(0.02)
     assert await num_accepted() >= 1
     for _ in range(6):
+        net.clock.now_s += BRISK.timeout_s  # the time between two Hellos
         await refuse()
+        await eventually(lambda: client.link._heard_at == net.clock.now_s)
     assert await num_accepted() == 0
     raw._socket.disable_monitor()
 

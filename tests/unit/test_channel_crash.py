@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import zmq
-from channel_bench import KEY, WAIT_S, Client, Net, RawWorker, Worker, heartbeat, tokens
+from channel_bench import KEY, WAIT_S, Client, Net, RawWorker, Worker, heartbeat, hello_once, tokens
 from waiting import StandingClock, eventually
 
 from common.contract.codec import encode
@@ -206,6 +206,7 @@ async def test_a_request_whose_end_waits_for_the_connection_is_not_unknown(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Welcome comes first: else the client would take the request for lost, and what is said of it for stale."""
+    hello_once(monkeypatch)
     monkeypatch.setattr(ends, "RECONNECT_S", 3600.0)
     worker = net.worker()
     monkeypatch.setattr(worker, "on_hello", lambda *_: ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -18,9 +19,11 @@ from waiting import eventually
 
 from common.contract.errors import Cause
 from common.contract.tiers import Target, Tier
-from gateway.dashboard import assets
+from gateway.answer.chunk_encoder import encode
+from gateway.dashboard import assets, handlers
 from gateway.dashboard.admin_link import AdminLink
 from gateway.dashboard.handlers import MAX_WATCHERS
+from gateway.dashboard.pool_view import LatestHandoffs
 from gateway.serving.generation import GenerationFailed
 
 
@@ -159,7 +162,69 @@ async def test_the_first_event_has_the_past_and_the_others_what_is_new(session: 
             assert len((await next_event())["recent"]["slots"]) < 3
 
 
-async def test_those_who_watch_together_share_what_is_computed(session: aiohttp.ClientSession) -> None:
+async def test_an_event_lists_only_the_pairs_with_handoffs_of_late(session: aiohttp.ClientSession) -> None:
+    async with serve_dashboard() as server:
+        handoffs = server.bench.dispatcher.handoffs
+        handoffs.update({(f"p:{p}", f"d:{d}"): 1000 for p in range(100) for d in range(100)})
+        async with watching(session, server.url) as next_event:
+            assert (await next_event())["handoffs"] == []
+            handoffs["p:7", "d:8"] += 2
+            async with asyncio.timeout(10):
+                while not (view := await next_event())["handoffs"]:
+                    pass
+            assert view["handoffs"] == [{"prefill": "p:7", "decode": "d:8", "before": 1000, "count": 1002}]
+            assert len(json.dumps(view)) < 2**16
+            async with asyncio.timeout(10):
+                while (await next_event())["handoffs"]:
+                    pass
+        async with session.get(server.url + "/pools") as response:
+            listed = (await response.json())["handoffs"]
+        assert len(listed) == 10_000, "a single look lists all"
+        assert {"prefill": "p:7", "decode": "d:8", "count": 1002} in listed
+        await eventually(lambda: num_watchers(server.metrics) == 0)
+        handoffs["p:1", "d:1"] += 1
+        async with watching(session, server.url) as next_event:
+            for _ in range(3):
+                assert (await next_event())["handoffs"] == [], "nobody watched when it was made"
+
+
+def test_a_pair_is_listed_for_four_looks_after_a_handoff() -> None:
+    handoffs, counts = LatestHandoffs(), Counter({("p", "d"): 5, ("p", "e"): 9})
+    handoffs.begin(counts)
+    assert handoffs.look(counts) == []
+
+    def seen() -> list[tuple[object, object, object]]:
+        return [(each["decode"], each["before"], each["count"]) for each in handoffs.look(counts)]
+
+    counts["p", "d"] += 1
+    assert seen() == [("d", 5, 6)]
+    counts["p", "new"] += 3
+    assert sorted(seen(), key=str) == [("d", 5, 6), ("new", 0, 3)]
+    counts["p", "d"] += 1
+    assert ("d", 5, 7) in seen()
+    assert ("d", 5, 7) in seen()
+    assert sorted(seen(), key=str) == [("d", 6, 7), ("new", 0, 3)]
+    assert seen() == [("d", 6, 7)]
+    assert seen() == []
+    counts["p", "e"] += 1
+    assert seen() == [("e", 9, 10)]
+    del counts["p", "e"]
+    assert seen() == [], "one of the two is forgotten"
+    counts["p", "e"] += 1
+    handoffs.begin(counts)
+    assert seen() == []
+
+
+async def test_those_who_watch_together_share_what_is_computed_and_encoded(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[Any] = []
+
+    def noted(value: object) -> bytes:
+        encoded.append(value)
+        return encode(value)
+
+    monkeypatch.setattr(handlers, "encode", noted)
     async with serve_dashboard(clock=lambda: 5.0) as server:
         looks = 0
         open_flows = server.bench.dispatcher.open_flows
@@ -175,6 +240,7 @@ async def test_those_who_watch_together_share_what_is_computed(session: aiohttp.
                 await one()
                 await other()
         assert looks == 3, "the first event of each, and one more for both: time stands still"
+        assert sum("workers" in value for value in encoded) == 3
         await eventually(lambda: num_watchers(server.metrics) == 0)
         before = looks
         await asyncio.sleep(0.1)

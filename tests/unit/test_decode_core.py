@@ -15,7 +15,7 @@ from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import Incarnation, LeaseId, RequestId, RequestKey
 from common.contract.messages.fields import Message
-from common.contract.messages.gateway import Abort, Decode, Source
+from common.contract.messages.gateway import Abort, Decode, Prefill, Source
 from common.contract.messages.handoff import AttachPrefix, AttachSequence, BlocksReady, PrefillDone, Settled
 from common.contract.messages.worker import Cancelled, Failed, Finished, StepTokens, Tokens, TokenScores
 from common.contract.sampling import SamplingParams
@@ -453,6 +453,21 @@ def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:
     driven = Driven(num_blocks=4)
     driven.core.engine.costs = Costs(prefill_s_per_token=1e-4, step_s=1e-2, step_tokens=100)
     assert heartbeat(driven.core, 0).token_s == pytest.approx(2e-4)
+
+
+def test_a_message_for_the_other_role_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    driven = Driven(num_blocks=4)
+    work = Prefill(
+        request=RequestId("r"),
+        attempt=1,
+        token_ids=(1, 2),
+        prompt_len=2,
+        choices=(0,),
+        sampling=SamplingParams(max_tokens=1),
+        budget_s=BUDGET_S,
+    )
+    assert driven.hear(GATEWAY, work) == []
+    assert "Prefill is not for a worker of this role" in caplog.text
 
 
 # --- a transport that hangs --------------------------------------------------------------------------------------

@@ -341,12 +341,11 @@ def test_a_step_in_which_nobody_is_due_costs_the_same_however_many_run() -> None
     assert costs[0] == costs[1]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("num_tenants", [1, 10_000])
-def test_a_hundred_thousand_requests_that_wait_make_no_step_dearer(num_tenants: int) -> None:
+def test_twenty_thousand_requests_that_wait_make_no_step_dearer(num_tenants: int) -> None:
     """Nor one in which somebody ends, and whoever fits comes in."""
     costs: dict[int, list[int]] = {}
-    for num_waiting in (1000, 100_000):
+    for num_waiting in (1000, 20_000):
         worker = Worker(16, 16 * 40, memory_reserve=0.05)
         with collector_off():
             for index in range(16 + num_waiting):
@@ -354,7 +353,7 @@ def test_a_hundred_thousand_requests_that_wait_make_no_step_dearer(num_tenants: 
         worker.come_in()
         costs[num_waiting] = [worker.step(num_ends=index % 2) for index in range(20)]
         assert worker.num_let_in == 20 + 10
-    assert max(costs[100_000]) <= 1.5 * max(costs[1000])
+    assert max(costs[20_000]) <= 1.1 * max(costs[1000])
 
 
 def test_who_has_left_is_not_kept_for_as_long_as_it_was_expected_to_last() -> None:

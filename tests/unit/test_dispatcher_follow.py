@@ -21,6 +21,7 @@ from common.contract.ids import new_incarnation
 from common.contract.kv_layout import Fingerprint, KVLayout
 from common.contract.messages.session import HelloRefused, HelloRequired, Role
 from common.contract.sampling import SamplingParams
+from common.runtime.channel import ControlServer
 from common.runtime.clock import Pulse, monotonic
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.serving.generation import Delta, Generation
@@ -227,6 +228,29 @@ async def test_another_pod_at_the_same_address_is_another_worker() -> None:
         assert (await asked)[-1].finish_reason == "length"
         made.follow(made.endpoint(first, identity="new"), made.endpoint(second))
         await eventually(lambda: len(made.usable()) == 2)
+
+
+async def test_a_restart_counts_though_the_worker_was_not_listed_meanwhile() -> None:
+    """DNS lists no worker that is not ready."""
+    async with cluster(0) as made:
+        port = 0
+        for num_restarts in (0, 1):
+            server = ControlServer(new_incarnation(), monotonic, PULSE)
+            worker = ScriptedWorker(Role.DECODE, FINGERPRINT, made.pool.script, server)
+            port = server.bind("127.0.0.1", port)
+            address = f"127.0.0.1:{port}"
+            serving = asyncio.create_task(server.run(worker))
+            try:
+                made.follow(Endpoint(address=address))
+                await eventually(lambda: len(made.usable()) == 1)
+                assert made.registry.workers[address].restarts == num_restarts
+                assert made.registry.num_restarts[Role.DECODE] == num_restarts
+            finally:
+                serving.cancel()
+                await asyncio.wait([serving])
+                await server.close()
+            made.follow()
+            await eventually(lambda: len(made.registry.workers) == 1)  # the prefill worker
 
 
 async def test_a_worker_of_another_version_is_refused_and_the_gateway_goes_on(

@@ -991,21 +991,30 @@ def test_no_wider_instructions_are_used_than_onednn_may_use(
         assert torch.equal(limited.linear(x, packed, None, 300), kernels.linear(x, packed, None, 300))
 
 
+V3 = "ssse3 sse4_1 sse4_2 popcnt avx2 fma f16c bmi1 bmi2 movbe abm"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+BF16 = f"{V4} avx512_vnni avx512_bf16"
+"""Flags of CPUs."""
+
+
 @pytest.mark.parametrize(
     ("limit", "flags", "compiled_for"),
     [
-        ("", "avx2 avx512f avx512_bf16", "native"),
-        ("AVX2", "avx2 avx512f avx512_bf16", "x86-64-v3"),
-        ("avx512_core", "avx2 avx512f avx512_bf16", "x86-64-v4"),
-        ("SSE41", "sse4_1 avx2", "x86-64-v2"),
-        ("AVX2_VNNI", "avx2 avx512f", "x86-64-v3"),
-        ("AVX512_CORE_VNNI", "avx2 avx512f avx512_bf16 amx_bf16", "x86-64-v4"),
-        ("AVX512_CORE_FP16", "avx2 avx512f avx512_bf16 amx_bf16", "cooperlake"),
-        ("AVX512_CORE_AMX", "avx2 avx512f avx512_bf16 amx_bf16", "native"),
-        ("AVX512_CORE_BF16", "avx2 avx512f avx512_bf16 amx_bf16", "cooperlake"),
-        ("AVX512_CORE", "avx2", "native"),
-        ("AVX512_CORE_BF16", "avx2 avx512f", "native"),
-        ("ALL", "avx2 avx512f", "native"),
+        ("", BF16, "native"),
+        ("AVX2", BF16, "x86-64-v3"),
+        ("avx512_core", BF16, "x86-64-v4"),
+        ("SSE41", V3, "x86-64-v2"),
+        ("AVX2_VNNI", V4, "x86-64-v3"),
+        ("AVX512_CORE_VNNI", f"{BF16} amx_bf16", "x86-64-v4"),
+        ("AVX512_CORE_FP16", f"{BF16} amx_bf16", "cooperlake"),
+        ("AVX512_CORE_AMX", f"{BF16} amx_bf16", "native"),
+        ("AVX512_CORE_BF16", f"{BF16} amx_bf16", "cooperlake"),
+        ("AVX512_CORE", V3, "native"),
+        ("AVX512_CORE_BF16", V4, "native"),
+        ("ALL", V4, "native"),
+        *(("AVX2", V3.replace(hidden, ""), "native") for hidden in ("fma", "f16c", "bmi1", "bmi2", "movbe", "abm")),
+        ("AVX512_CORE", V4.replace("avx512dq", ""), "native"),
+        ("SSE41", "sse4_1 ssse3 sse4_2", "native"),
     ],
 )
 def test_a_limit_never_lets_instructions_in_that_the_cpu_lacks(

@@ -104,7 +104,7 @@ def test_a_tenant_that_comes_back_has_saved_nothing_up() -> None:
     assert bench.queue.counter(STANDARD, "y") == 500.0, "y began at 0: x was charged only after it had left"
     bench.add("x1", "x")
     bench.add("x2", "x")
-    assert bench.queue.counter(STANDARD, "x") == 500.0, "x is lifted to the least of those who were here"
+    assert bench.queue.counter(STANDARD, "x") == 500.0, "x is lifted to the least of those who wait"
     assert [bench.take(charge=100) for _ in range(5)] == ["y1", "x1", "y2", "x2", "y3"], "they alternate"
 
 
@@ -150,7 +150,7 @@ def test_service_that_flows_counts_with_every_step() -> None:
     queue.check_invariants()
 
 
-def test_a_tenant_that_is_being_served_is_not_away() -> None:
+def test_a_tenant_that_is_served_without_waiting_saves_nothing_up() -> None:
     bench = Bench()
     queue = bench.queue
     bench.add("x0", "x")
@@ -159,10 +159,49 @@ def test_a_tenant_that_is_being_served_is_not_away() -> None:
     bench.add("y0", "y")
     queue.charge(STANDARD, "y", 100)
     queue.advance(10)
+    assert queue.counter(STANDARD, "x") == 20.0
     bench.add("x1", "x")
-    assert queue.counter(STANDARD, "x") == 20.0, "no lift to what y has"
+    assert queue.counter(STANDARD, "x") == 100.0, "x is lifted to the least of those who wait, which is y's"
+    queue.advance(20)
+    assert queue.counter(STANDARD, "x") == 120.0
     bench.add("z0", "z")
-    assert queue.counter(STANDARD, "z") == 20.0, "a newcomer begins at the least, which is x's, that x waits or not"
+    assert queue.counter(STANDARD, "z") == 100.0
+    assert bench.first() == "y0 z0 x1"
+
+
+def test_a_newcomer_does_not_start_at_what_one_has_received_that_is_served_and_does_not_wait() -> None:
+    bench = Bench()
+    queue = bench.queue
+    for tenant, charge in (("x", 0), ("y", 50)):
+        bench.add(f"{tenant}0", tenant)
+        queue.charge(STANDARD, tenant, charge)
+        queue.flow(STANDARD, tenant, 2.0, step=0)
+        bench.take()
+    queue.advance(10)
+    assert (queue.counter(STANDARD, "x"), queue.counter(STANDARD, "y")) == (20.0, 70.0)
+    queue.flow(STANDARD, "x", -2.0, step=10)
+    assert queue.counter(STANDARD, "z") == 50.0, "what y had when it stopped waiting"
+    bench.add("z0", "z")
+    assert queue.counter(STANDARD, "z") == 50.0
+
+
+def test_who_is_served_is_remembered_although_a_newcomer_would_start_higher() -> None:
+    """Its service per step counts until it ends, whoever else comes and goes meanwhile."""
+    counters = VirtualTokenCounters()
+    counters.flow("served", 2.0, 0)
+    counters.charge("heavy", 10**6)
+    for number in range(5000):
+        tenant = f"t{number}"
+        counters.begin_waiting(tenant)
+        counters.charge(tenant, 10)
+        counters.end_waiting(tenant)
+    assert counters["t0"] == counters["somebody new"] == 50_000, "t0 was forgotten"
+    counters.flow("served", -2.0, 100)
+    assert counters["served"] == 200
+    counters.begin_waiting("served")
+    assert counters["served"] == 50_000
+    assert counters["heavy"] == 10**6
+    counters.check_invariants()
 
 
 def test_a_lower_tier_that_has_waited_long_gets_one_turn_in_eight() -> None:
@@ -268,9 +307,10 @@ class Server:
         self.service: dict[str, float] = {}
         self.step = 0
 
-    def submit(self, tenant: str) -> None:
+    def submit(self, tenant: str, size: tuple[int, int] | None = None) -> None:
+        """A request with so many tokens of prompt and output, or any numbers."""
         item = self.bench.add(f"{tenant}{len(self.sizes)}", tenant, deadline=self.step)
-        self.sizes[item] = self.random.randint(1, MAX_PROMPT), self.random.randint(1, MEMORY - MAX_PROMPT)
+        self.sizes[item] = size or (self.random.randint(1, MAX_PROMPT), self.random.randint(1, MEMORY - MAX_PROMPT))
 
     def run_step(self) -> None:
         queue = self.bench.queue
@@ -325,6 +365,29 @@ def test_a_tenant_that_returns_gets_no_credit_for_its_absence(seed: int) -> None
         here, away = (server.service[tenant] - before[tenant] for tenant in ("here", "away"))
         assert abs(here - away) <= BOUND, (server.step, seed)
     assert here > 4 * BOUND
+
+
+@pytest.mark.parametrize("num_light", [1, 100], ids=["one", "many"])
+def test_a_tenant_that_uses_less_while_nobody_has_to_wait_gets_no_credit_for_that(num_light: int) -> None:
+    """At every moment one request of a light tenant is served, beside six of a heavy one."""
+    server = Server(0)
+    for index in range(100):
+        server.submit(f"light{index % num_light}", (1, 7))
+        server.run_step()
+        for _ in range(6):
+            server.submit("heavy", (1, 7))
+        for _ in range(6):
+            server.run_step()
+        assert len(server.bench.queue) == 0, "there is room for all"
+    for _ in range(100):
+        server.submit("heavy")
+        server.submit("light0")
+    before = dict(server.service)
+    while waits(server, "heavy") and waits(server, "light0"):
+        server.run_step()
+        heavy, light = (server.service[tenant] - before[tenant] for tenant in ("heavy", "light0"))
+        assert abs(heavy - light) <= BOUND, server.step
+    assert min(heavy, light) > 4 * BOUND
 
 
 def waits(server: Server, tenant: str) -> bool:

@@ -221,7 +221,7 @@ def test_who_was_late_makes_others_wait_less_for_a_time() -> None:
 def test_the_time_in_which_a_client_sends_its_request_is_not_the_workers(ttft_s: float, margin: float) -> None:
     ttft_limits, nothing = TtftLimits(LIMITS), cast(Any, None)
     generation = SimpleNamespace(tier=INTERACTIVE, waterfall=SimpleNamespace(arrived_at=95.0))
-    request = SimpleNamespace(expected=WAITED, opened_at=100.0, flow=SimpleNamespace(generation=generation))
+    request = SimpleNamespace(expected=WAITED, came_at=100.0, flow=SimpleNamespace(generation=generation))
     Placement(nothing, nothing, nothing, ttft_limits).answered(cast(Any, request), 100.0 + ttft_s)
     assert ttft_limits.margin(INTERACTIVE, 100.0 + ttft_s) == pytest.approx(margin)
 

@@ -146,8 +146,11 @@ def test_the_command_line_names_parts_and_measurements(tmp_path: Path, capsys: p
     assert (options["parts"], options["out"], options["limit"]) == (("check", "kernels"), tmp_path, 480.0)
     names = [each.name for each in command.chosen(everything(), ["kernels prefill"])]
     assert names == ["device", "kernels prefill"]
-    with pytest.raises(SystemExit, match="no measurement x"):
-        command.chosen(everything(), ["x"])
+    left = command.chosen(everything(), [], ["kernels prefill"])
+    assert [each for each in everything() if each not in left] == command.chosen(everything(), ["kernels prefill"])[1:]
+    for only, without in ((["x"], []), ([], ["x"])):
+        with pytest.raises(SystemExit, match="no measurement x"):
+            command.chosen(everything(), only, without)
     with pytest.raises(SystemExit):
         call(command.main, None, ["nothing"])
     with pytest.raises(SystemExit):
@@ -212,14 +215,19 @@ def test_each_command_of_the_page_has_time_for_what_it_lists(page: str, visits: 
     assert {part: len(seconds) for part, seconds in told.items()} == {
         part: len(found) for part, found in measurements.items()
     }
-    taken_s = {}
+    taken_s: dict[str, dict[str, int]] = {}
     for part, found in measurements.items():
         pairs = list(zip(found, told[part], strict=True))
         assert [each.name for each, seconds in pairs if seconds > each.timeout_s] == []
-        taken_s[part] = sum(seconds for each, seconds in pairs if not each.instead_of)
-    for visit in visits:
-        for options in visit:
-            assert taken_s["device"] + sum(taken_s[part] for part in options["parts"]) <= options["limit"], options
+        taken_s[part] = {each.name: seconds for each, seconds in pairs if not each.instead_of}
+    done: set[str] = set()
+    for options in (each for visit in visits for each in visit):
+        asked_s = {name: s for part in ("device", *options["parts"]) for name, s in taken_s[part].items()}
+        for name in options["without"]:
+            del asked_s[name]
+        assert sum(asked_s.values()) <= options["limit"], options
+        done |= asked_s.keys()
+    assert done == {name for of_part in taken_s.values() for name in of_part}, "each in one of the commands"
 
 
 # --- times -----------------------------------------------------------------------------------------------------------
@@ -487,3 +495,14 @@ def test_models_that_were_not_compared_are_a_failure(monkeypatch: pytest.MonkeyP
     assert next(rows)["outcome"] == "skipped"
     with pytest.raises(AssertionError, match="needs a GPU"):
         next(rows)
+
+
+@pytest.mark.processes
+def test_the_tests_of_sizes_are_run_and_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler_tests = inventory.SIZE_TESTS[0]
+    monkeypatch.setattr(inventory, "SIZE_TESTS", (f"{sampler_tests}::test_of_nothing_the_best_is_minus_infinity",))
+    [row] = inventory.sizes()
+    assert (row["kind"], row["outcome"]) == ("size", "passed")
+    monkeypatch.setattr(inventory, "SIZE_TESTS", (f"{sampler_tests}::test_that_is_not_there",))
+    with pytest.raises(AssertionError, match="pytest ended with 4"):
+        list(inventory.sizes())

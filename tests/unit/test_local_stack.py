@@ -99,6 +99,27 @@ async def test_the_cores_that_the_stack_may_use_are_divided(monkeypatch: pytest.
     await stack.stop()
 
 
+@pytest.mark.parametrize(
+    ("gpus", "options", "told"),
+    [
+        ("0", [], True),
+        ("0", ["--device", "cuda", "--prefill", "0", "--decode", "2"], True),
+        ("0", ["--prefill", "0"], False),
+        ("0,1", [], False),
+        ("0", ["--device", "cpu"], False),
+        ("", [], False),
+    ],
+)
+async def test_workers_that_share_a_gpu_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: str, options: list[str], told: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    stack = NotStarted(load(ServeSettings, "baton serve", ["--port", "0", *options]))
+    await stack.start()
+    assert ("workers share a GPU" in caplog.text) is told
+    await stack.stop()
+
+
 async def test_every_process_is_given_the_commit_that_the_stack_has_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -73,7 +73,8 @@ def _built(build: Build) -> list[Object]:
             "components": [f"{up}/components/{component}" for component in components],
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
-        done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
+        env = os.environ | {"GOGC": "off", "GOMEMLIMIT": "500MiB"}  # so small a program needs no garbage collection
+        done = subprocess.run(["kubectl", "kustomize", folder], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
 

@@ -341,10 +341,12 @@ async def test_others_have_the_interpreter_while_a_hostile_grammar_is_followed(
 ) -> None:
     """Not while it reads a token, which is bounded by the items."""
     grammars = WatchedGrammars(other)
-    for _ in range(10):
+    for _ in range(100):  # on busy cores the other thread may wake too late for a call
         asker = Asker(Masks(grammars), grammar)
         for end in range(len(text) + 1):
             assert await soon(asker.ask(text[:end])) is None
+        if grammars.turns["compile"] and grammars.turns["mask"]:
+            break
     print(grammars.turns)
     assert grammars.turns["compile"] > 0
     assert grammars.turns["mask"] > 0

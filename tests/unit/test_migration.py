@@ -23,7 +23,7 @@ from decode_worker import answers as answers_module
 from decode_worker import migration as migration_module
 from decode_worker import request as request_module
 from decode_worker.columns import DecodeColumns
-from decode_worker.migration import MAX_PUT_OFF, MAX_TAIL_BLOCKS, fits, goes_on
+from decode_worker.migration import MAX_PUT_OFF, MAX_TAIL_BLOCKS, first_tokens_fit, goes_on
 from decode_worker.policy import Policy
 from decode_worker.request import ChoiceStage
 from decode_worker.step import Step
@@ -1331,11 +1331,11 @@ def test_anything_else_is_no_continuation(said: list[Tokens]) -> None:
 
 def test_first_tokens_are_those_that_were_asked_for_and_of_the_model() -> None:
     first = replace(TOKENS, token_ids=(7,))
-    assert fits([first], WORK, 8)
-    assert not fits([first], WORK, 7)
-    assert not fits([TOKENS], WORK, 1000), "two tokens"
-    assert not fits([replace(first, position=4)], WORK, 8)
-    assert not fits([first, replace(first, choice=0)], WORK, 8)
+    assert first_tokens_fit([first], WORK, 8)
+    assert not first_tokens_fit([first], WORK, 7)
+    assert not first_tokens_fit([TOKENS], WORK, 1000), "two tokens"
+    assert not first_tokens_fit([replace(first, position=4)], WORK, 8)
+    assert not first_tokens_fit([first, replace(first, choice=0)], WORK, 8)
 
 
 @pytest.mark.parametrize("changes", [{"position": 3}, {"token_ids": (7,) * 8}, {"token_ids": (7,) * 28}])

@@ -804,7 +804,7 @@ def test_a_request_on_hold_is_not_computed_until_more_of_it_is_there() -> None:
     assert scheduler.num_uncomputed == 8 + 4, "without what is expected to come"
     assert bench.step() == [("b", 0, 4)]
     bench.scheduler.resume(prompt, 16, 0.0)
-    assert (prompt.num_cached, prompt.num_computed, bench.scheduler.num_uncomputed) == (0, 16, 4)
+    assert (prompt.num_cached, prompt.num_computed, bench.scheduler.num_uncomputed) == (16, 16, 4)
     bench.lease(prompt)
     assert bench.step() == [("a", 16, 20)]
     assert prompt.times(1.0).num_cached == 16, "what was pulled was not computed"
@@ -1040,6 +1040,17 @@ def test_the_lease_keeps_the_blocks_of_a_prompt_that_is_done() -> None:
     assert bench.pool.num_used == 0
     bench.scheduler.holdings.end(prompt.key)
     bench.scheduler.holdings.end(RequestKey(RequestId("nobody"), 1))
+    bench.check()
+
+
+def test_a_computed_prompt_that_is_given_up_counts_no_more_in_its_tier() -> None:
+    bench = Bench()
+    prompt = request("a", 8)
+    bench.admit(prompt)
+    bench.step()
+    assert list(bench.scheduler.holdings.keys()) == [prompt.key], "until its lease ends"
+    bench.scheduler.remove(prompt)
+    assert not bench.scheduler.holdings.keys()
     bench.check()
 
 

@@ -92,6 +92,19 @@ def test_a_late_prompt_lets_a_step_take_seven_times_the_least_if_the_target_leav
     assert chunk_beside(Tier.BATCH, costs=SLOW, waited_s=100.0) == pytest.approx(440, abs=1), "their target is 1 s"
 
 
+@pytest.mark.parametrize(
+    ("least_step_s", "step_s"),
+    [(0.01, 0.2), (0.0167, 0.2), (0.03, 0.36), (0.035, 0.4), (0.05, 0.4), (0.07, 0.49), (0.08, 0.56)],
+)
+def test_a_step_with_a_late_prompt_takes_as_long_as_a_newcomer_can_wait_but_seven_to_twelve_times_the_least(
+    least_step_s: float, step_s: float
+) -> None:
+    """A newcomer can wait for 0.4 s. The step never takes less than the target, which is 0.2 s."""
+    learnt = Costs(least_step_s=least_step_s, decode_s=0.1, prefill_s_per_token=1e-3)
+    late = chunk_beside(Tier.STANDARD, costs=learnt, waited_s=100.0)
+    assert late == pytest.approx(1000 * (step_s - 0.1), abs=1)
+
+
 def test_a_late_prompt_does_not_make_tokens_of_a_higher_tier_late() -> None:
     for tiers in [(Tier.INTERACTIVE,), (Tier.STANDARD, Tier.INTERACTIVE)]:
         assert chunk_beside(*tiers, costs=SLOW, waited_s=100.0) == 16, "at least so many"

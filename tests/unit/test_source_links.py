@@ -11,6 +11,7 @@ from ipaddress import IPv4Network
 
 import pytest
 import zmq
+from channel_bench import hello_once
 from played_source import FINGERPRINT, WAIT_S, PlayedSource
 
 from common.contract.errors import Cause
@@ -136,8 +137,9 @@ async def test_a_link_that_cannot_be_made_fails_alone(net: Net, monkeypatch: pyt
     await net.opened()
 
 
-async def test_a_pull_that_ends_while_a_session_opens_is_detached(net: Net) -> None:
+async def test_a_pull_that_ends_while_a_session_opens_is_detached(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the source would wait for its reader for ever, and never have drained."""
+    hello_once(monkeypatch)  # a second one would list what is still pulled alone
     other = RequestKey(RequestId("r2"), 1)
     net.events.pulls = (KEY, other)
     net.links.need(net.address)

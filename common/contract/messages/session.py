@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from common.contract.errors import Cause
 from common.contract.kv_layout import Fingerprint
 from common.contract.messages.fields import ByTier, Count, Message, OpenRequests, Seconds, Text
+
+PULL_LATENCY_S: Final = 0.005
+"""Fixed seconds of a prefix pull, whatever its size: attach, offer, start of the read, settle. A prefill worker decides
+by it whether to pull, and a gateway foretells by it what the worker decides."""
 
 
 class Role(StrEnum):
@@ -120,7 +124,7 @@ class Heartbeat(Message):
     token_s: Seconds = 0.0
     """Measured seconds to compute one prompt token, with its part of the fixed time of a full step."""
     pulled_token_s: Seconds = 0.0
-    """Measured seconds for a prefill worker to pull the KV of one token instead."""
+    """Measured seconds for a prefill worker to pull the KV of one token instead, beyond the pull's `PULL_LATENCY_S`."""
     sequence_s: Seconds = 0.0
     """EWMA of the seconds from first to last token of a decode worker's sequences; 0 if not known."""
     itl_s: Seconds = 0.0

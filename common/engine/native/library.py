@@ -33,14 +33,18 @@ _FLAGS = (
 )
 """Every multiplication and addition is fused. Tuned for some CPUs, GCC would leave it out in some loops, and a number
 would depend on the loop that computed it."""
+_V3 = "avx2 fma f16c bmi1 bmi2 movbe abm"
+_V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _NARROWER = {
-    **dict.fromkeys(("SSE41", "AVX"), ("sse4_1", "x86-64-v2")),
-    **dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), ("avx2", "x86-64-v3")),
-    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), ("avx512f", "x86-64-v4")),
-    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), ("avx512_bf16", "cooperlake")),
+    **dict.fromkeys(("SSE41", "AVX"), ("ssse3 sse4_1 sse4_2 popcnt", "x86-64-v2")),
+    **dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), (_V3, "x86-64-v3")),
+    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), (_V4, "x86-64-v4")),
+    **dict.fromkeys(
+        ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), (f"{_V4} avx512_vnni avx512_bf16", "cooperlake")
+    ),
 }
-"""Values of `ONEDNN_MAX_CPU_ISA` that allow no AMX → the CPU's flag without which they change nothing, and GCC's name
-for a CPU with no other instructions than these."""
+"""Values of `ONEDNN_MAX_CPU_ISA` that allow no AMX → the CPU's flags without which they change nothing, since a virtual
+machine may hide any of them, and GCC's name for a CPU with no other vector instructions than these."""
 _COMPILE_TIMEOUT_S = 120.0
 
 
@@ -106,8 +110,8 @@ def _cache_folder() -> Path | None:
 def _instructions() -> tuple[str, ...]:
     """The compiler's flags for the instructions that the kernels may use: all that the CPU has or, as in oneDNN, none
     wider than `ONEDNN_MAX_CPU_ISA` names."""
-    flag, narrower = _NARROWER.get(os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), ("", ""))
-    if flag and flag.encode() in _cpu().split():
+    needed, narrower = _NARROWER.get(os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), ("", ""))
+    if needed and set(needed.split()) <= set(_cpu().decode(errors="replace").split()):
         return (f"-march={narrower}", "-mtune=native")
     return ("-march=native",)
 

@@ -44,7 +44,8 @@ from common.runtime.curve import CurveKeys
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
-"""Most clients of one worker."""
+"""Most gateways, and most other workers, that are clients of one worker. A worker that is a client stays one while its
+link is idle; gateways have a bound of their own, so that such links keep no gateway out."""
 _CALM_BEATS = 8
 """Heartbeats without any message between them, after which every second heartbeat is left out."""
 _GOODBYE_S = 0.05
@@ -235,8 +236,9 @@ class ControlServer:
             log.error("%s", error)
             self._send_control(peer, HelloRefused(cause=Cause.FINGERPRINT, message=str(error)[:4096]))
             return
-        if peer not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
-            self._send_control(peer, HelloRefused(cause=Cause.CAPACITY, message=f"{MAX_SESSIONS} clients already"))
+        if peer not in self._sessions and self._num_clients(hello.role) >= MAX_SESSIONS:
+            message = f"{MAX_SESSIONS} {'gateways' if hello.role is Role.GATEWAY else 'workers'} are clients already"
+            self._send_control(peer, HelloRefused(cause=Cause.CAPACITY, message=message))
             return
         known = self._handler.on_hello(peer, hello)
         old = self._sessions.get(peer)
@@ -249,6 +251,11 @@ class ControlServer:
             self._flush_soon(peer)
         self._send_control(peer, replace(welcome, number=hello.number, open_requests=open_requests))
         self._handler.on_open(peer, hello.role)
+
+    def _num_clients(self, role: Role) -> int:
+        """Clients of a kind: gateways or workers."""
+        gateways = sum(session.role is Role.GATEWAY for session in self._sessions.values())
+        return gateways if role is Role.GATEWAY else len(self._sessions) - gateways
 
     async def _pulse_loop(self) -> None:
         """Tell every client how this worker is, once an interval. While no message comes or goes, it is told every

@@ -12,7 +12,7 @@ export class Relay {
   constructor() {
     this.workers = new Map(); // id → WorkerCard
     this.tracks = new Tracks(element('relay'), element('lines'), element('batons'));
-    this.handoffs = null; // 'prefill decode' → how many were known at the last look
+    this.handoffs = new Map(); // 'prefill decode' → count in the last event, of the pairs that it listed
     this.moving = new Set();
     this.adminPort = null;
     element('confirm').addEventListener('close', () => this.confirmed());
@@ -71,10 +71,12 @@ export class Relay {
 
   /** A baton for each handoff since the last look, and for each sequence that begins to move. */
   launchBatons(view) {
-    const counts = new Map(view.handoffs.map((each) => [`${each.prefill} ${each.decode}`, each.count]));
-    for (const [pair, number] of this.handoffs === null ? [] : counts) {
-      const [from, to] = pair.split(' ').map((id) => this.workers.get(id));
-      this.tracks.launch(from, to, number - (this.handoffs.get(pair) ?? 0));
+    const counts = new Map();
+    for (const each of view.handoffs) { // pairs with handoffs in the last few events; the first event lists none
+      const pair = `${each.prefill} ${each.decode}`;
+      const known = this.handoffs.get(pair) ?? each.before;
+      this.tracks.launch(this.workers.get(each.prefill), this.workers.get(each.decode), each.count - known);
+      counts.set(pair, each.count);
     }
     this.handoffs = counts;
     const moving = view.requests.filter((each) => each.stage === 'moving');
