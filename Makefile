@@ -65,7 +65,7 @@ model: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
-	$(BIN)/mypy -n 2
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(STAMP)
