@@ -190,6 +190,7 @@ def soaks(*runs: Run) -> str:
 BESIDE_VLLM = (
     "versus-0.5b-float32-fixed-baton-colocated-vllm-single-avx2",
     "versus-0.5b-float32-fixed-baton-pair-vllm-pair-avx2",
+    "versus-0.5b-float32-fixed-baton-colocated-vllm-single-amx",
     "versus-0.5b-bfloat16-fixed",
     "versus-0.5b-bfloat16-fixed-amx",
     "versus-0.5b-bfloat16-fixed-baton-colocated-vllm-single-amx",
