@@ -161,6 +161,11 @@ class Entrance:
         self._promised.add(request)
         return True
 
+    @property
+    def has_pressure(self) -> bool:
+        """Whether lower tiers must make room for a waiting request when the next step is planned."""
+        return self._pressure is not None
+
     def take_pressure(self) -> Pressure | None:
         """The room that lower tiers must make for a waiting request; it is returned once."""
         pressure, self._pressure = self._pressure, None
@@ -300,8 +305,8 @@ class Entrance:
 
     def match_again(self) -> None:
         """A step has computed chunks of prompts. Other prompts that are computed here, and begin like one of these, get
-        its blocks for tokens that they have not computed, and release their own. No step may be in flight, so these are
-        free at once."""
+        its blocks for tokens that they have not computed, and release their own. A step in flight has no chunks
+        (`may_run_ahead`), so nothing is written to these."""
         size = self._policy.block_size
         for request, prompt in self._prompts.of_requests.items():
             start, names = prompt.num_computed // size, request.chain.hashes

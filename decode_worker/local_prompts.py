@@ -51,6 +51,11 @@ class LocalPrompts:
     def __iter__(self) -> Iterator[LocalPrompt]:
         return iter(self._chunks)
 
+    @property
+    def any_left(self) -> bool:
+        """Whether a prompt has tokens that are neither computed nor in an unfinished step."""
+        return any(map(self._chunks.num_unscheduled, self._chunks))
+
     def add(
         self,
         request: DecodeRequest,

@@ -166,7 +166,7 @@ class DecodeScheduler:
         """
         step = Step(copies=self.sequences.take_copies())
         self.swap.next_step()
-        if self._policy.prefill_priority and len(self.prompts):
+        if self._policy.prefill_priority and self.prompts.any_left:
             prompts_only = self.trials.permitted(self.prompts, _key_of, now)
             most = self.prompts.budget((), self._policy.token_budget, now)  # whoever decodes waits, however long it is
             step.chunks = self.prompts.plan(most, now, prompts_only)
@@ -192,7 +192,7 @@ class DecodeScheduler:
             step.decodes = list(filter(permitted, step.decodes))
         self._swap_in(step, joined)
         left = max(0, self._policy.token_budget - len(step.decodes))
-        if len(self.prompts):
+        if self.prompts.any_left:
             # Who waits for a mask or a block is to be in the next step, so this one must not be long for it either.
             decoding = [each for each in self.batch.running() if each not in self.batch.ending]
             if permitted is not None:
@@ -206,14 +206,22 @@ class DecodeScheduler:
         return step
 
     def may_run_ahead(self, step: Step) -> bool:
-        """Whether the next step may be scheduled while `step`, the last one, runs: it consists of decodes only, and no
-        mask depends on the tokens that it samples, nor a draft that is likely to pay."""
+        """Whether the next step may be scheduled while `step`, the last one, runs: it moves no blocks, and no mask
+        depends on the tokens that it samples, nor a draft that is likely to pay.
+
+        If `step` has chunks, no prompt may have tokens left after them. Otherwise the next step would have chunks, too,
+        and a request that arrives meanwhile would wait for two long steps. Nor may blocks be lacking: these prompts
+        could lose theirs, and what is being computed with them. Sequences that begin with `step` join the step after
+        the next one.
+        """
         drafts = step.drafts or step.draft_work is not None
-        plain = not (drafts or step.chunks or step.copies or step.swap_outs or step.swap_ins)
+        plain = not (drafts or step.copies or step.swap_outs or step.swap_ins)
         masked = self.batch.masked
         if not plain or self.trials or (masked and masked.intersection(step.decodes)):
             return False
         has_room = self._num_spare > 0
+        if step.chunks and (self.prompts.any_left or self.entrance.has_pressure or not has_room):
+            return False
         if self.speculation is None or not has_room:
             return True
         running = [choice for choice in step.decodes if choice in self.batch]  # the others have ended meanwhile

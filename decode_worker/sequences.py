@@ -10,6 +10,7 @@ from common.contract.block_hashes import BlockHash
 from common.contract.messages.worker import Tokens
 from common.engine.block_pool import BlockPool
 from common.engine.sequence import TokenSequence
+from common.engine.token_counts import token_counts
 from decode_worker.admission import Admission, quantile_of
 from decode_worker.entrance import Entrance
 from decode_worker.local_prompts import LocalPrompts
@@ -51,11 +52,12 @@ class Sequences:
         request.begun_at = now
         request.chain.extend(token_ids, num_tokens)
         self._pool.name(block_ids[:full], request.chain.hashes)
+        counts = token_counts(work.sampling, token_ids, work.prompt_len) if len(first_tokens) > 1 else None
         for index, first in enumerate(first_tokens):
             table = block_ids if index == 0 else self._fork(request, block_ids, full)
             num_computed = num_tokens if table else 0
             sequence = TokenSequence(
-                request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_computed, table
+                request.key, first.choice, list(token_ids), work.prompt_len, work.sampling, num_computed, table, counts
             )
             if index == 0 and request.pull is not None and request.grammar_state is not None:
                 sequence.grammar_state = request.grammar_state

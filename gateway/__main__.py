@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ADMIN_BOUNDS = ConnectionBounds(max_connections=64)
+_MOST_DIGITS = 640
+"""Most digits of an integer in JSON, the least that Python allows: it reads and writes them in quadratic time."""
 
 
 def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
@@ -210,7 +212,8 @@ async def _serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, s
     if settings.admin_port is not None:
         admin_port = await BoundPort.open(stack, settings.admin_host, settings.admin_port, "the admin port ")
     with collector_paused():
-        tokenizer = ModelTokenizer.load(folder)
+        template = settings.chat_template
+        tokenizer = ModelTokenizer.load(folder, None if template is None else Path(template))
     app = create_app(
         dispatcher,
         tokenizer,
@@ -270,6 +273,7 @@ async def _serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, s
 
 def main() -> None:
     """Entry point."""
+    sys.set_int_max_str_digits(_MOST_DIGITS)
 
     def body() -> None:
         settings = load(GatewaySettings, "baton gateway", sys.argv[1:])

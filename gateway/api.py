@@ -10,7 +10,7 @@ The life cycle of a generating request:
 4. `stream_pieces` runs the generations and turns their tokens into pieces of text, up to a stop string. If answers can
    contain function calls or reasoning, `answer_parts` splits them.
 5. Each piece is sent as a chunk, or all are collected into one answer. The status line waits for the first piece, so
-   that a failure before it has an HTTP status; a failure after it is an `error` event.
+   that a failure before it has an HTTP status; a failure after it is an event with an error object.
 6. If the client leaves, the handler is cancelled (`create_runner` arranges that), which closes the generations. So are
    the handlers of requests that the gateway's grace period does not suffice for; these end with an error (`Ending`).
 """
@@ -284,7 +284,7 @@ class _Api:
             if not events.started or is_gone(request):
                 raise
             self._metrics.recent.failed(self._clock())
-            await events.send_error(encode(as_api_error(error).body()))
+            await events.send(encode(as_api_error(error).body()))
         return await events.close()
 
     def _observe(self, life: RequestLife, caller: Caller, piece: Piece) -> None:
@@ -324,6 +324,7 @@ class _Api:
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "baton",
+            "root": self._settings.model_name,
             "max_model_len": self._limits.max_sequence_tokens,
         }
 
@@ -374,13 +375,16 @@ async def _encoded(answer: Mapping[str, object]) -> bytes:
 
 def _usage(life: RequestLife) -> answers.Usage:
     job = life.job
-    right, wrong = zip(*(each.waterfall.draft_outcomes for each in job.generations), strict=True)
+    drafts = None
+    if job.include_drafts:
+        right, wrong = zip(*(each.waterfall.draft_outcomes for each in job.generations), strict=True)
+        drafts = sum(right), sum(wrong)
     cached = (min(each.waterfall.num_cached, len(each.token_ids)) for each in job.generations)
     return usage_of(
         job.num_prompt_tokens,
         life.num_tokens,
         num_cached_tokens=sum(cached),
         num_reasoning_tokens=life.num_reasoning_tokens if job.plan is not None and job.plan.reasons else None,
-        draft_outcomes=(sum(right), sum(wrong)) if job.include_drafts else None,
+        draft_outcomes=drafts,
         timings=cast(answers.AnswerTimings, life.timings()) if job.include_timings else None,
     )

@@ -92,8 +92,8 @@ class Mover:
         on_fatal: Callable[[Exception], None],
     ) -> None:
         self.num_reads_failed = 0
-        self.num_blocks_read = 0
-        """Blocks of the reads that are done."""
+        self.num_bytes_read = 0
+        """Bytes of the reads that are done."""
         self.read_seconds = 0.0
         """Seconds from start to end, summed over the reads that are done; reads overlap."""
         self.bandwidths = Bandwidths(region.device)
@@ -166,9 +166,9 @@ class Mover:
         if arrived is None:
             self.num_reads_failed += not ended.dropped
         else:
-            self.num_blocks_read += arrived.num_blocks
             self.read_seconds += arrived.duration_s
-            num_bytes = arrived.num_blocks * self._region.block_bytes
+            num_bytes = arrived.num_blocks * self._region.bytes_moved(arrived.route.way)
+            self.num_bytes_read += num_bytes
             self.bandwidths.observe(arrived.source, arrived.route, num_bytes, arrived.duration_s)
         self._report(ended)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from common.contract.errors import TransferError
+from kv_transfer.routes import Way
 
 
 class RankPart(NamedTuple):
@@ -80,6 +81,10 @@ class Region:
         assert self.block_bytes > 0
         assert all(part.address > 0 and part.stop <= self.block_bytes for part in self.parts)
         pieces((RankPart(1, 0, self.block_bytes),), self.parts)
+
+    def bytes_moved(self, way: Way) -> int:
+        """Bytes that a source sends for a block: over NIXL those of each part, also where parts hold the same ones."""
+        return self.block_bytes if way is Way.ZMQ else sum(part.block_bytes for part in self.parts)
 
     def views(self, block_id: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
         """What the parts hold of bytes `[start, stop)` of a block, writable and without a copy: where it begins in the

@@ -45,7 +45,6 @@ class Transfers:
         self.mover = Mover(region, make_transport, report, self.on_died)
         self.metadata = b""
         """What sinks need in order to read from this worker; known once started."""
-        self._block_bytes = region.block_bytes
         peers, keys = PeerNetworks.of(settings), CurveKeys.load(settings.curve_keys)
         self._links = SourceLinks(
             me, role, fingerprint, clock, settings.pulse, peers, keys, report, open_pulls, self.on_died
@@ -84,7 +83,7 @@ class Transfers:
     def metrics(self) -> Iterable[Metric]:
         """Prometheus metrics of this moment."""
         mover = self.mover
-        yield counter("baton_transfer_bytes", "Bytes pulled.", mover.num_blocks_read * self._block_bytes)
+        yield counter("baton_transfer_bytes", "Bytes pulled.", mover.num_bytes_read)
         yield counter("baton_transfer_seconds", "Durations of reads, summed; reads overlap.", mover.read_seconds)
         yield counter("baton_transfer_failures", "Reads that failed.", mover.num_reads_failed)
         yield from mover.bandwidths.metrics()

@@ -452,6 +452,27 @@ def disks_are_for_what_is_written(objects: list[Object]) -> Iterator[str]:
             yield f"{named(each)}: it keeps {asked} of its node's disk, and writes less"
 
 
+_MAY_BE_LOST = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
+
+
+def nodes_are_given_back(objects: list[Object]) -> Iterator[str]:
+    """The cluster autoscaler removes no node with a pod that has an `emptyDir` on its disk, unless an annotation names
+    each of them."""
+    for each, template in templates(objects):
+        named_ones = template["metadata"].get("annotations", {}).get(_MAY_BE_LOST, "").split(",")
+        for volume in template["spec"].get("volumes", ()):
+            on_disk = "emptyDir" in volume and (volume["emptyDir"] or {}).get("medium") != "Memory"
+            if on_disk and volume["name"] not in named_ones:
+                yield f"{named(each)}: the cluster autoscaler keeps its node because of the volume {volume['name']}"
+
+
+def ends_are_explained(objects: list[Object]) -> Iterator[str]:
+    """`kubectl describe` shows the last lines of a container that has ended with an error."""
+    for each, _, container in containers(objects):
+        if container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+            yield f"{named(each)}: kubectl describe does not show why it has ended"
+
+
 LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     selectors_fit,
     ports_exist,
@@ -470,6 +491,8 @@ LINTS: tuple[Callable[[list[Object]], Iterator[str]], ...] = (
     pods_may_do_little,
     nodes_run_the_images,
     disks_are_for_what_is_written,
+    nodes_are_given_back,
+    ends_are_explained,
 )
 
 

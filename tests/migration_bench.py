@@ -139,6 +139,7 @@ class Engine:
             cache=SimpleNamespace(num_blocks=num_blocks),
             num_host_blocks=num_host_blocks,
             cpu_kernels=True,
+            cpu_products=None,
         )
         self.costs = Costs()
         self.row_times = None

@@ -17,6 +17,7 @@ from common.contract.kv_layout import Fingerprint
 from common.engine.batch import NOTHING_DRAFTED, Decodes, Drafted, Drafting, Slice, StepResult
 from common.engine.drafter import Drafter
 from common.engine.engine_thread import EngineThread
+from common.engine.host_memory import lacks_memory
 from common.engine.ranks import GroupPlan
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.engine.timing import measure_costs, time_rows
@@ -166,10 +167,13 @@ class Engine:
                 if draft_runner is not None:
                     drafter = Drafter(draft_runner, time_rows(draft_runner, timed_rows), runner.config.vocab_size)
             except torch.OutOfMemoryError as error:
-                advice = "lower --kv-cache-bytes, --token-budget or --max-num-seqs, or raise --gpu-reserve-bytes"
+                advice = (
+                    "lower --kv-cache-bytes, --token-budget or --max-num-seqs, or raise --gpu-reserve-bytes; if the "
+                    "weights alone do not fit, serve a smaller model or divide it (--tensor-parallel)"
+                )
                 raise OperatorError(f"the GPU's memory does not suffice: {advice} ({error})") from error
             except (MemoryError, RuntimeError) as error:
-                if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+                if not lacks_memory(error):
                     raise
                 advice = "lower --kv-cache-bytes, or serve a smaller model"
                 raise OperatorError(f"this machine's memory does not suffice: {advice} ({error})") from error

@@ -20,6 +20,12 @@ def zeros_in_large_pages(num_bytes: int) -> torch.Tensor:
     return _region(num_bytes)[:num_bytes].zero_()
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory, of the host or a GPU. Torch's allocator for hosts raises a
+    `RuntimeError`."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
 class LargePages:
     """Memory for many tensors, side by side in large pages: one that has no whole page of its own would be in small
     ones. It is given back when the last tensor of a region is gone. A large tensor has pages of its own."""

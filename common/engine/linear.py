@@ -19,6 +19,7 @@ and rounded once, as hardware would do it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -48,6 +49,16 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
     supported = getattr(torch.ops.mkldnn, name, None)
     return supported is not None and bool(supported())
+
+
+class Products(NamedTuple):
+    """How a CPU multiplies with the weights."""
+
+    by: str
+    """Instructions of the kernels in C, as `Kernels` names them; "onednn" for products in the weights' own type; or
+    "torch"."""
+    widened: bool
+    """Whether weights of bfloat16 or float16 are multiplied as float32."""
 
 
 class Linear:
@@ -89,8 +100,18 @@ class Linear:
             self.weight = torch.empty(out_features, in_features, dtype=stored, device=device)
         self.bias = torch.empty(out_features, dtype=stored, device=device) if bias else None
         self.out_features, self.in_features = out_features, in_features
-        self._stored, self._gated = stored, gated
+        self._type, self._stored, self._gated = dtype, stored, gated
         self._packed: torch.Tensor | None = None
+
+    @property
+    def products(self) -> Products | None:
+        """How they are computed on a CPU; None elsewhere."""
+        if not self._on_cpu:
+            return None
+        by = "onednn" if self.for_onednn else "torch"
+        if self._kernels is not None:
+            by = self._kernels.instructions[self._in_pairs]
+        return Products(by, self._type != torch.float32 and not (self._in_pairs or self.for_onednn))
 
     @property
     def for_onednn(self) -> bool:

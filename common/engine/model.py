@@ -11,7 +11,7 @@ import torch
 from common.engine.backend import Backend
 from common.engine.group import Group
 from common.engine.kv_cache import KVCache
-from common.engine.linear import Linear
+from common.engine.linear import Linear, Products
 from common.engine.model_config import ModelConfig
 from common.engine.ragged import RaggedBatch
 from common.engine.rope import Rope
@@ -38,6 +38,11 @@ class Decoder:
         self._weights = weights
         num_positions = min(config.max_sequence_tokens, num_positions or config.max_sequence_tokens)
         self._rope = Rope(config.rope, config.head_dim, num_positions, weights.final_norm.device)
+
+    @property
+    def cpu_products(self) -> Products | None:
+        """How products with the weights are computed on a CPU; None on a GPU."""
+        return self._weights.lm_head.products
 
     def forward(self, batch: RaggedBatch, cache: KVCache, backend: Backend) -> torch.Tensor:
         """Compute the batch's tokens, store their KV, and return `logits` of `batch.logit_rows_R`."""

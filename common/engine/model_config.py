@@ -30,6 +30,7 @@ MODEL_TYPES = {
 
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": set(),
+    "dynamic": {"factor"},
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
@@ -264,6 +265,9 @@ def _rope(stated: _Stated, folder: Path) -> RopeConfig:
 def _scaling(parameters: dict[str, Any], folder: Path) -> Scaling | None:
     match parameters["rope_type"]:
         case "default":
+            return None
+        case "dynamic":  # changes nothing within `max_position_embeddings`, which no sequence exceeds
+            float(parameters["factor"])
             return None
         case "linear":
             return LinearScaling(factor=float(parameters["factor"]))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from itertools import accumulate, pairwise
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from common.engine.backend import Backend
 from common.engine.batch import Ints
 from common.engine.executor import Executor, Pairs, StepLogits
 from common.engine.group import Group
+from common.engine.host_copy import HostCopy
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import KVCache
 from common.engine.model import Decoder
@@ -116,8 +118,9 @@ class LeadingExecutor(Executor):
             raise
 
 
-def follow(executor: Executor, orders: SharedGroup) -> None:
-    """Do what rank 0 says, for ever. Raises `GroupEndedError` when the group ends."""
+def follow(executor: Executor, orders: SharedGroup, marks: SimpleQueue[HostCopy] | None = None) -> None:
+    """Do what rank 0 says, for ever. `marks` gets the end of each order's work on the device. Raises `GroupEndedError`
+    when the group ends."""
     while True:
         order = orders.hear()
         what, numbers = _Order(order[0]), order[1:]
@@ -142,6 +145,8 @@ def follow(executor: Executor, orders: SharedGroup) -> None:
                 executor.capture_graphs(*numbers.tolist())
             case _Order.WARM_UP:
                 executor.warm_up()
+        if marks is not None:
+            marks.put(HostCopy(device=executor.cache.device))
 
 
 def _pairs(numbers: Ints) -> Pairs:

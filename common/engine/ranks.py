@@ -21,9 +21,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, NoReturn
 
 import numpy as np
@@ -38,6 +40,8 @@ from common.engine.batch import Ints
 from common.engine.device_group import Collectives, DeviceGroup
 from common.engine.executor import Executor
 from common.engine.group import Group
+from common.engine.host_copy import HostCopy
+from common.engine.host_memory import lacks_memory
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import KVCache, part_bytes
 from common.engine.model import Decoder
@@ -62,7 +66,7 @@ _LOOK_S = 0.05
 _KNOWN_S = 0.5
 """Seconds in which gateways know that a worker has ended."""
 _MEET_S = 600.0
-"""Seconds in which all ranks must have joined NCCL, and then each of its operations must end."""
+"""Seconds in which all ranks must have joined NCCL, and then each of its operations outside CUDA graphs must end."""
 _START_S = 120.0
 """Seconds without a count for which a rank may load, and start CUDA."""
 _END_S = 2.0
@@ -186,6 +190,7 @@ class Ranks:
     def join(self) -> Group:
         """Wait until all have loaded their part of the model, and return the group. Raises `OperatorError` if one has
         not."""
+        log.info("rank 0 has loaded its part of the model, and waits for the other ranks")
         with contextlib.suppress(GroupEndedError):
             self.orders.add(torch.zeros(1))
         self._ready = True  # from here on, whoever is lost ends this process
@@ -260,10 +265,15 @@ class Ranks:
             for rank, process in enumerate(self._processes, start=1):
                 if counts[rank] != seen[rank] or stopped:
                     since[rank] = now
-                if process.poll() is not None:
-                    self._lost(f"rank {rank} has ended with code {process.returncode}")
-                elif now - since[rank] > patience_s:
-                    self._lost(f"rank {rank} has not counted for {patience_s:g} s")
+                silent_s = now - since[rank]
+                if (code := process.poll()) is not None:
+                    how = f"with code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
+                    self._lost(f"rank {rank} has ended {how}")
+                elif silent_s > patience_s and _stands_still(process.pid):
+                    self._lost(f"rank {rank} stands still: it has not counted for {silent_s:.1f} s")
+                elif silent_s > max(patience_s, 2 * timeout_s):  # it runs, but gets too little of a CPU
+                    advice = " (are the CPUs overloaded? then raise --heartbeat-timeout-s)" if self._ready else ""
+                    self._lost(f"rank {rank} has not counted for {silent_s:.1f} s{advice}")
             seen = counts
 
     def _lost(self, why: str) -> None:
@@ -276,6 +286,14 @@ class Ranks:
                 process.kill()
             os._exit(EXIT_RANK_LOST)
         self.orders.end()  # whoever loads the model raises
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:  # a sandbox may lack it
+        return True
 
 
 class _Ends:
@@ -348,6 +366,20 @@ def _count(pulses: Ints, rank: int, interval_s: float) -> NoReturn:
         time.sleep(interval_s)
 
 
+def _wait_for(marks: SimpleQueue[HostCopy], device: torch.device) -> NoReturn:
+    """Wait for what a rank's device is given, and end the process if the device fails.
+
+    Nothing else may notice: rank 0 then waits for a sum, in a CUDA graph, of which this rank's part never comes, and
+    gives no order with which CUDA would tell this rank of the error."""
+    try:
+        torch.cuda.set_device(device)  # else CUDA would start on the first GPU for this thread
+        while True:
+            marks.get().wait()
+    except BaseException:  # noqa: BLE001 (whatever it is, the rank must not live on)
+        traceback.print_exc()
+        os._exit(1)
+
+
 def _run(arguments: _RankArguments) -> None:
     plan, shard = arguments.plan, arguments.shard
     end_with_parent(arguments.parent, signal.SIGKILL)
@@ -374,7 +406,11 @@ def _run(arguments: _RankArguments) -> None:
     cache = KVCache(layout, num_blocks, device, shard, [_cache_memory(arguments, handles)])
     swap = HostSwap(shard.layout(layout), num_host_blocks, device)
     decoder = Decoder(config, weights, group, cache.num_slots)
-    follow(Executor(decoder, cache, swap, backend, group), orders)
+    marks: SimpleQueue[HostCopy] | None = None
+    if device.type == "cuda":
+        marks = SimpleQueue()
+        threading.Thread(target=_wait_for, args=(marks, device), daemon=True).start()
+    follow(Executor(decoder, cache, swap, backend, group), orders, marks)
 
 
 def _cache_memory(arguments: _RankArguments, handles: Sequence[int]) -> torch.Tensor:
@@ -389,10 +425,17 @@ def main() -> None:
     """A rank's process."""
     # Rank 0 says the same of the same files.
     logging.getLogger("common.engine.model_config").addHandler(logging.NullHandler())
+    arguments = _ARGUMENTS.validate_json(sys.argv[1])
     try:
-        _run(_ARGUMENTS.validate_json(sys.argv[1]))
+        _run(arguments)
     except GroupEndedError:
         os._exit(0)  # what waits for the others is left
+    except (OperatorError, MemoryError, RuntimeError) as error:
+        if not (isinstance(error, OperatorError) or lacks_memory(error)):
+            raise
+        what = " ".join(str(error).split()) or "no memory"
+        print(f"error: rank {arguments.rank}: {what}", file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 if __name__ == "__main__":

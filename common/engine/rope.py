@@ -1,5 +1,8 @@
 """Rotary position embeddings and their scalings, as `transformers` computes them.
 
+Angles are float32 products, as there. Their cosines and sines are computed in float64 and rounded to float32, so that
+they have the same bits on every CPU: in float32, torch's depend on the instructions that its libraries choose.
+
 Shapes: T tokens, D head dimension.
 """
 
@@ -9,6 +12,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+
+_ROWS = 4096
+"""Positions whose angles are computed at once, so that those in float64 take little memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +66,33 @@ class Rope:
     """Rotation angles of a model."""
 
     def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
-        self._num_positions = num_positions
+        self._num_positions, self._device = num_positions, device
         self._tables: dict[torch.dtype, torch.Tensor] = {}
-        self._inv_freq = inverse_frequencies(config, head_dim).to(device)
+        self._inv_freq = inverse_frequencies(config, head_dim)
         self._factor = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
 
     def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Angles:
         """Cosines and signed sines of tokens at these positions, computed in float32 and cast to `dtype`."""
-        cos, sin = self._of(positions_T)
-        return torch.cat((cos, cos), dim=-1)[:, None].to(dtype), torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
+        cos, sin = self.table(dtype)[positions_T].chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
     def table(self, dtype: torch.dtype) -> torch.Tensor:
         """Cosines, then sines, for every position of the model's context: `[positions, D]`, half of D each. Computed at
-        the first call for a `dtype`."""
+        the first call for a `dtype`, by the CPU."""
         if dtype not in self._tables:
-            positions = torch.arange(self._num_positions, device=self._inv_freq.device)
-            self._tables[dtype] = torch.cat(self._of(positions), dim=-1).to(dtype)
+            self._tables[dtype] = self._computed().to(self._device, dtype)
         return self._tables[dtype]
 
-    def _of(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, `[T, D / 2]` each, in float32."""
-        freqs = positions_T[:, None].float() * self._inv_freq
-        return freqs.cos() * self._factor, freqs.sin() * self._factor
+    def _computed(self) -> torch.Tensor:
+        """The table in float32."""
+        half = len(self._inv_freq)
+        table = torch.empty(self._num_positions, 2 * half)
+        for begin in range(0, self._num_positions, _ROWS):
+            rows = table[begin : begin + _ROWS]
+            positions_T = torch.arange(begin, begin + len(rows))
+            freqs = (positions_T[:, None].float() * self._inv_freq).double()
+            rows[:, :half], rows[:, half:] = freqs.cos(), freqs.sin()
+        return table.mul_(self._factor)
 
 
 def rotate(x_THD: torch.Tensor, angles: Angles) -> torch.Tensor:

@@ -26,7 +26,7 @@ from common.engine.grammar import Grammars
 from common.engine.host_copy import HostCopy, to_device
 from common.engine.host_swap import HostSwap
 from common.engine.kv_cache import TORCH_DTYPES, KVCache
-from common.engine.linear import multiplies_natively
+from common.engine.linear import Products, multiplies_natively
 from common.engine.logprobs import Scores
 from common.engine.model import Decoder
 from common.engine.model_config import ModelConfig
@@ -166,6 +166,11 @@ class ModelRunner:
     def cpu_kernels(self) -> bool | None:
         """Whether the CPU computes with the kernels in C; None on a GPU."""
         return isinstance(self.executor.backend, NativeBackend) if self.cache.device.type == "cpu" else None
+
+    @property
+    def cpu_products(self) -> Products | None:
+        """See `Decoder.cpu_products`."""
+        return self.executor.decoder.cpu_products
 
     def objection(
         self, token_ids: Sequence[int], sampling: SamplingParams, prediction: Sequence[int] = ()

@@ -9,7 +9,7 @@ from common.contract.ids import RequestKey
 from common.contract.messages.fields import FinishReason
 from common.contract.sampling import SamplingParams
 from common.engine.grammar import GrammarState
-from common.engine.token_counts import token_counts
+from common.engine.token_counts import TokenCounts, token_counts
 
 
 class TokenSequence:
@@ -33,7 +33,9 @@ class TokenSequence:
         sampling: SamplingParams,
         num_computed: int = 0,
         block_table: Iterable[int] = (),
+        shared_counts: TokenCounts | None = None,
     ) -> None:
+        """`shared_counts` are those of leading tokens that all choices of the request begin with."""
         assert 1 <= prompt_len <= len(token_ids), (prompt_len, len(token_ids))
         assert 0 <= num_computed <= len(token_ids), (num_computed, len(token_ids))
         self.key = key
@@ -43,7 +45,7 @@ class TokenSequence:
         self.sampling = sampling
         self.num_computed = num_computed
         self.block_table = array("q", block_table)
-        self.counts = token_counts(sampling, token_ids, prompt_len)
+        self.counts = token_counts(sampling, token_ids, prompt_len, shared_counts)
         """Token counts for penalties. They stay with the sequence wherever its blocks are."""
         self.grammar_state = None if sampling.grammar is None else GrammarState()
 

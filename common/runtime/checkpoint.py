@@ -78,11 +78,12 @@ def resolve_model(name: str, revision: str | None = None, *, weights: bool) -> P
     if folder is None:
         if name.startswith((".", "/", "~")) or name.count("/") != 1:
             raise OperatorError(f"model {name!r} is neither a folder nor a hub id of the form owner/name")
-        return _download(name, revision, weights)
+        folder = _download(name, revision, weights)
+        _require_config(folder, name)
+        return folder
     if revision is not None:
         raise OperatorError(f"--revision {revision}: only a hub id has revisions, and {name} is a local model")
-    if not (folder / "config.json").is_file():
-        raise OperatorError(f"model folder {name} has no config.json")
+    _require_config(folder, f"folder {name}")
     _require_regular_files(folder)
     return folder.resolve()
 
@@ -101,6 +102,15 @@ def _local_folder(name: str) -> Path | None:
         return folder if folder.is_dir() else None
     except (OSError, RuntimeError) as error:
         raise OperatorError(f"model {name[:100]!r} is no usable path: {error}") from error
+
+
+def _require_config(folder: Path, name: str) -> None:
+    """Raise `OperatorError` if a model has no configuration."""
+    if not (folder / "config.json").is_file():
+        raise OperatorError(
+            f"model {name} has no config.json, so it is no checkpoint in Hugging Face's format (GGUF files and "
+            "adapters are not loaded)"
+        )
 
 
 def _require_regular_files(folder: Path) -> None:
@@ -229,7 +239,9 @@ def shards_by_tensor(folder: Path) -> dict[str, Path]:
     """
     index = folder / WEIGHTS_INDEX
     if not index.exists():
-        raise OperatorError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}")
+        raise OperatorError(
+            f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}, and other weights are not loaded (*.bin, *.gguf)"
+        )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: folder / file for name, file in sorted(weight_map.items(), key=lambda item: item[1])}

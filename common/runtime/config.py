@@ -378,6 +378,7 @@ class GatewaySettings(TokenTierSettings):
     reasoning_parser: Literal["auto", "think", "none"] = Field(
         "auto", description="think: the model reasons between <think> and </think>; auto: what its chat template tells"
     )
+    chat_template: str | None = Field(None, description="file with the chat template (none: the model's own)")
     local_prefill_tokens: int = Field(
         64, ge=0, le=2**20, description="prompts with at most this many uncached tokens are computed by a decode worker"
     )
@@ -454,6 +455,7 @@ class ServeSettings(ProcessSettings):
     kv_cache_bytes: int | None = Field(
         None, ge=1, description="bytes of the KV cache of each worker (none: as the worker decides)"
     )
+    chat_template: str | None = Field(None, description="file with the chat template (none: the model's own)")
     restart: Literal["always", "never"] = Field(
         "always", description="whether a process that ends is started again; never: the stack ends with it"
     )

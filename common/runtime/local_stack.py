@@ -116,6 +116,7 @@ class LocalStack:
         options += ["--prefill-workers", ",".join(addresses["prefill"])]
         options += ["--decode-workers", ",".join(addresses["decode"])]
         options += ["--admin-port", str(admin_port)]
+        options += [] if settings.chat_template is None else ["--chat-template", settings.chat_template]
         # Said either way: the gateway reads the same variable, and this process's options go before it.
         options += ["--explain-routing" if settings.explain_routing else "--no-explain-routing"]
         self._children.append(Child("gateway", "gateway", [*common, *options]))

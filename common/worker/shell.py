@@ -305,7 +305,7 @@ class WorkerShell:
 
     def ready(self) -> tuple[bool, Mapping[str, object]]:
         """Whether the worker takes work, and counts of what it holds."""
-        phase = self.core.front.phase
+        phase, products = self.core.front.phase, self._engine.runner.cpu_products
         return phase is Phase.SERVING, {
             "role": self.core.role.value,
             "phase": phase.value,
@@ -313,6 +313,7 @@ class WorkerShell:
             "transport": self._settings.transport,
             "ranks": self._settings.tensor_parallel,
             "cpu_kernels": self._engine.runner.cpu_kernels,
+            "cpu_products": None if products is None else products._asdict(),
             **self._transfers.mover.bandwidths.state(),
             **self.core.counts(),
         }
@@ -330,8 +331,10 @@ class WorkerShell:
         yield counter("baton_engine_busy_seconds", "Time in engine steps.", engine.busy_s)
         yield counter("baton_steps_ahead", "Steps planned while another one ran.", self._steps_ahead)
         yield gauge("baton_ranks", "Ranks of this worker.", self._settings.tensor_parallel)
-        if (in_c := engine.runner.cpu_kernels) is not None:
-            yield gauge("baton_cpu_kernels", "1 if the CPU computes with the kernels in C, 0 if with torch.", in_c)
+        if (products := engine.runner.cpu_products) is not None:
+            how = {(products.by, str(products.widened).lower()): bool(engine.runner.cpu_kernels)}
+            help_text = "1 if the CPU computes with the kernels in C, 0 if with torch."
+            yield gauge("baton_cpu_kernels", help_text, how, "products", "widened")
         yield counter("baton_grammar_masks", "Masks made for texts that follow a grammar.", masks.num_made)
         yield counter("baton_grammar_masks_late", "Masks that a step has waited for in vain.", masks.num_late)
         yield counter("baton_grammars_given_up", "Texts that could not go on, by bound.", masks.given_up, "bound")

@@ -239,7 +239,6 @@ class ChatCompletionChunk(_Answer):
 class ChatEvent(_Answer):
     """One event of a stream. The last event is `[DONE]`, or an error."""
 
-    event: NotRequired[Literal["message", "error"]]
     data: Literal["[DONE]"] | Json[ChatCompletionChunk | ErrorAnswer]
 
 
@@ -290,7 +289,6 @@ class Completion(_Answer):
 class CompletionEvent(_Answer):
     """One event of a stream. The last event is `[DONE]`, or an error."""
 
-    event: NotRequired[Literal["message", "error"]]
     data: Literal["[DONE]"] | Json[Completion | ErrorAnswer]
 
 
@@ -301,6 +299,8 @@ class Model(_Answer):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """The first of the model's names. Where the model lies is not told."""
     max_model_len: int
     """The model's context, or the operator's limit: most tokens of prompt and output together. Workers with small KV
     caches take less."""

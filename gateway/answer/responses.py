@@ -67,28 +67,28 @@ def usage_of(
 
 @dataclass(slots=True)
 class WholeChoice:
-    """All pieces of one choice, collected."""
+    """All pieces of one choice, collected. Texts are UTF-8, since a string for each piece takes many times the
+    memory."""
 
-    texts: list[str] = field(default_factory=list)
+    text: bytearray = field(default_factory=bytearray)
     reports: list[TokenReport] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     """Filled if token ids were asked for."""
     prompt_reports: list[TokenReport] = field(default_factory=list)
     finish_reason: AnswerEnd | None = None
     stop_reason: StopReason = None
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[list[CallDelta]] = field(default_factory=list)
-    """The deltas of each function call."""
+    reasoning: bytearray = field(default_factory=bytearray)
+    calls: list[tuple[CallDelta, bytearray]] = field(default_factory=list)
+    """The first delta of each function call, and the text of its arguments."""
 
     def add(self, piece: Piece) -> None:
         """Append the choice's next piece."""
-        self.texts.append(piece.text)
-        if piece.reasoning:
-            self.reasoning.append(piece.reasoning)
+        self.text += piece.text.encode()
+        self.reasoning += piece.reasoning.encode()
         if piece.call is not None:
             if piece.call.index == len(self.calls):
-                self.calls.append([])
-            self.calls[piece.call.index].append(piece.call)
+                self.calls.append((piece.call, bytearray()))
+            self.calls[piece.call.index][1].extend(piece.call.arguments.encode())
         self.reports.extend(piece.reports)
         self.token_ids.extend(piece.token_ids)
         self.prompt_reports.extend(piece.prompt_reports)
@@ -203,7 +203,7 @@ class CompletionFormat(AnswerFormat):
         }
 
     def _whole_choice(self, index: int, whole: WholeChoice) -> answers.CompletionChoice:
-        choice = self._choice(index, "".join(whole.texts), whole)
+        choice = self._choice(index, whole.text.decode(), whole)
         if self._prompt_ids is not None:
             choice["token_ids"] = whole.token_ids
             choice["prompt_token_ids"] = self._prompt_ids[index]
@@ -330,29 +330,27 @@ class ChatFormat(AnswerFormat):
 
 
 def _message(choice: WholeChoice) -> answers.ChatAnswerMessage:
-    text = "".join(choice.texts)
+    text, reasoning = choice.text.decode(), choice.reasoning.decode()
     message: answers.ChatAnswerMessage = {
         "role": "assistant",
         "content": None if choice.calls and not text else text,
         "refusal": None,
     }
-    if choice.reasoning:
-        message["reasoning_content"] = message["reasoning"] = "".join(choice.reasoning)
+    if reasoning:
+        message["reasoning_content"] = message["reasoning"] = reasoning
     if choice.calls:
-        message["tool_calls"] = [_call(deltas) for deltas in choice.calls]
+        message["tool_calls"] = [_call(first, arguments.decode()) for first, arguments in choice.calls]
     return message
 
 
-def _call(deltas: Sequence[CallDelta]) -> answers.Call:
-    first = deltas[0]
+def _call(first: CallDelta, arguments: str) -> answers.Call:
     assert first.id is not None
     assert first.name is not None
-    arguments = "".join(delta.arguments for delta in deltas)
     return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
 
 
 def _call_delta(delta: CallDelta) -> answers.AnswerCallDelta:
     if delta.id is None:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    call = _call([delta])
+    call = _call(delta, delta.arguments)
     return {"index": delta.index, "id": call["id"], "type": "function", "function": {**call["function"]}}

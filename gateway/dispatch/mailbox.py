@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -25,6 +27,10 @@ class Mailbox(Generic[Item]):
         self._items.append(item)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+    def newest(self, num: int) -> Iterator[Item]:
+        """At most the `num` newest unread items, the newest one first."""
+        return islice(reversed(self._items), num)
 
     @property
     def waited_for(self) -> bool:

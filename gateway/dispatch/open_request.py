@@ -43,8 +43,7 @@ class OpenRequest:
     timer: asyncio.TimerHandle | None = None
     """Timer for the earliest moment at which its time may be over."""
     mailbox: ClientMailbox = field(default_factory=Mailbox)
-    """Events for the client, bounded by the request: at most one delta for each prompt and output token, and one
-    end."""
+    """Events for the client, bounded by the request: deltas of at most its tokens, and one end."""
 
     def hash_prompt(self, block_size: int) -> None:
         """Hash the prompt's blocks of this size, unless they are hashed already."""

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from common.contract.ids import Handle
 from common.contract.messages.worker import StepTokens, Tokens
+from common.contract.sampling import MAX_CHOICES
 from gateway.dispatch.open_request import ClientMailbox, OpenRequest
 from gateway.serving.attempt import Attempt
 from gateway.serving.choice import Choice
 from gateway.serving.generation import Delta
 from gateway.serving.waterfall import Leg
+
+_MANY_UNREAD: Final = 64
+"""Unread items of a client from which on its tokens are joined."""
+_JOINED_TOKENS: Final = 64
+"""Most tokens that are joined."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +70,7 @@ class TokenRows:
                 leg.last_at = now
                 delta = Delta(choice.index, (token_id,))
                 if row.shortcut is None or not row.mailbox.waited_for or not row.shortcut(delta):
-                    row.mailbox.put(delta)
+                    _put(row.mailbox, delta)
                 continue
             request, attempt = row.attempt.key
             token_ids = (token_id,)
@@ -71,3 +78,16 @@ class TokenRows:
                 Tokens(request=request, attempt=attempt, choice=choice.index, position=position, token_ids=token_ids)
             )
         return rest
+
+
+def _put(mailbox: ClientMailbox, delta: Delta) -> None:
+    """Put a plain token's delta. If the client lags behind, add the token to its choice's newest delta instead, since a
+    delta for each token takes several times the memory."""
+    if len(mailbox) >= _MANY_UNREAD:
+        for item in mailbox.newest(MAX_CHOICES):
+            if isinstance(item, Delta) and item.choice == delta.choice:
+                if len(item.token_ids) < _JOINED_TOKENS and item.logprobs is None and item.finish_reason is None:
+                    item.token_ids += delta.token_ids
+                    return
+                break
+    mailbox.put(delta)

@@ -30,6 +30,8 @@ MAX_MESSAGES: Final = 10_000
 """Most messages of one conversation. Checking and rendering many small messages takes long."""
 MAX_CALLS: Final = 4096
 """Most function calls in one conversation."""
+MAX_ARGUMENTS_CHARS: Final = 2**20
+"""Longest arguments of all function calls in one conversation together, in characters of their JSON."""
 MAX_PARTS: Final = 16_384
 """Most message parts in one conversation."""
 MAX_STOP_STRINGS: Final = 16
@@ -86,12 +88,26 @@ def _prompt(given: str | list[int]) -> Prompt:
 
 
 def not_many_parts(messages: object) -> object:
-    """Bound the calls and parts of all messages together; each message's own limits do not bound the total work."""
-    for field, most in (("tool_calls", MAX_CALLS), ("content", MAX_PARTS)):
-        values = [each.get(field) for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
-        if sum(len(value) for value in values if isinstance(value, list)) > most:
+    """Bound the calls, their arguments, and the parts of all messages together; each message's own limits do not bound
+    the total work."""
+    given = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    calls, parts = (
+        [value for each in given if isinstance(value := each.get(field), list)] for field in ("tool_calls", "content")
+    )
+    for field, values, most in (("tool_calls", calls, MAX_CALLS), ("content", parts, MAX_PARTS)):
+        if sum(map(len, values)) > most:
             raise PydanticCustomError("form", "more than {most} {field} in all", {"most": most, "field": field})
+    if sum(_argument_chars(call) for each in calls for call in each) > MAX_ARGUMENTS_CHARS:
+        chars = {"most": MAX_ARGUMENTS_CHARS}
+        raise PydanticCustomError("form", "more than {most} characters of arguments in all", chars)
     return messages
+
+
+def _argument_chars(call: object) -> int:
+    match call:
+        case {"function": {"arguments": str(arguments)}}:
+            return len(arguments)
+    return 0
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:

@@ -311,8 +311,10 @@ class ChatMessage(Schema):
 
     @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
-    def _content_unless_assistants(cls, content: object, info: ValidationInfo) -> str | None:
-        return None if content is None and info.data.get("role") == "assistant" else _content(content)
+    def _content_where_needed(cls, content: object, info: ValidationInfo) -> str | None:
+        # Clients in Go leave an empty result of a function out.
+        may_lack = info.data.get("role") in ("assistant", "tool")
+        return None if content is None and may_lack else _content(content)
 
     @field_validator("tool_call_id", mode="after")
     @classmethod

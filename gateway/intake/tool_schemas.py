@@ -54,12 +54,13 @@ def _arguments(value: object) -> dict[str, Any] | str:
         raise PydanticCustomError("arguments", "must be a string, the JSON of an object")
     try:
         parsed = json.loads(value) if value else {}
-        json.dumps(parsed, ensure_ascii=False).encode()
+        if isinstance(parsed, dict):
+            json.dumps(parsed, ensure_ascii=False).encode()
+            return parsed
     except (ValueError, RecursionError):
-        parsed = None
-    arguments = parsed if isinstance(parsed, dict) else value
-    _json_chars(arguments)
-    return arguments
+        pass
+    _json_chars(value)
+    return value
 
 
 class Schema(BaseModel):

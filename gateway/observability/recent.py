@@ -46,6 +46,8 @@ class Slot:
     """Requests with a first token, by bucket of their TTFT."""
     itl: list[int] = field(default_factory=_buckets)
     """Gaps between tokens, by bucket of their length."""
+    description: dict[str, object] | None = None
+    """Made at the first look after the slot's end."""
 
 
 class Recent:
@@ -83,7 +85,7 @@ class Recent:
     def slots(self, now_s: float, last: int = NUM_SLOTS) -> dict[str, object]:
         """The `last` slots, the current one included, without those that have no event. JSON values only."""
         current = _number(now_s)
-        shown = [_describe(slot) for slot in self._since(current - last)]
+        shown = [self._description(slot) for slot in self._since(current - last)]
         return {"slot_s": SLOT_S, "num_slots": NUM_SLOTS, "current": current, "slots": shown}
 
     def summary(self, now_s: float) -> dict[str, object]:
@@ -113,6 +115,14 @@ class Recent:
         if not slots or number > slots[-1].number:
             slots.append(Slot(number))
         return slots[-1]
+
+    def _description(self, slot: Slot) -> dict[str, object]:
+        """What a look shows of a slot. Only the newest one changes, so each of the others is described once."""
+        if slot is self._slots[-1]:
+            return _describe(slot)
+        if slot.description is None:
+            slot.description = _describe(slot)
+        return slot.description
 
     def _since(self, number: int) -> list[Slot]:
         """Slots after slot number `number`."""

@@ -251,9 +251,9 @@ class Attempt:
         return []
 
     def take(self, choice: Choice, position: int, token_id: int) -> bool:
-        """Take one token of a choice from the decode worker, if nothing else follows from it: the choice goes on, has
-        all earlier tokens, and nothing has failed since the last one. Otherwise do nothing, and return False: the token
-        is to be handled as `Tokens`."""
+        """Take one token of a choice, which is not its first, from the decode worker, if nothing else follows from it:
+        the choice goes on, has all earlier tokens, and nothing has failed since the last one. Otherwise do nothing, and
+        return False: the token is to be handled as `Tokens`."""
         if position != len(choice.token_ids) or choice.ended or self._asked or not self.decode_has_spoken:
             return False
         if choice.num_failures or choice.num_bugs or choice.avoid or choice.suspicion is not Suspicion.NONE:
@@ -351,6 +351,8 @@ class Attempt:
         if not token_ids:
             self._tally.num_duplicates += 1
             return []
+        if choice.next_position == len(self.generation.token_ids):
+            choice.token_ids = choice.token_ids.copy()  # it was the other choices' too
         choice.token_ids += token_ids
         choice.ended = message.finish_reason is not None
         self._asked.pop(choice.index, None)

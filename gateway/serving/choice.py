@@ -23,7 +23,7 @@ class Choice:
 
     index: int
     token_ids: list[int]
-    """The prompt, and every token that the client has."""
+    """The prompt, and every token that the client has. Choices without a token of their own share the list."""
     ended: bool = False
     given_up: bool = False
     """Whether it has ended because its client needs no more of it. Workers may still send some."""

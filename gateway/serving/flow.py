@@ -85,8 +85,8 @@ class Flow:
     """Request id as workers know it → its newest attempt. A request may have several ids."""
 
     def __post_init__(self) -> None:
-        prompt = self.generation.token_ids
-        self.choices = tuple(Choice(index, list(prompt)) for index in range(self.generation.num_choices))
+        prompt = list(self.generation.token_ids)
+        self.choices = tuple(Choice(index, prompt) for index in range(self.generation.num_choices))
         self.report = PromptReport(0 if self.generation.prompt_logprobs is None else len(prompt))
 
     @property
@@ -431,6 +431,8 @@ class Flow:
         """Assert what must hold between any two events."""
         prompt = list(self.generation.token_ids)
         assert all(choice.token_ids[: len(prompt)] == prompt for choice in self.choices), self.story
+        own = [choice.token_ids for choice in self.choices if len(choice.token_ids) > len(prompt)]
+        assert len(set(map(id, own))) == len(own), self.story
         assert self.report.complete or all(len(each.token_ids) == len(prompt) for each in self.choices), self.story
         if self.state is FlowState.DONE:
             assert all(choice.ended for choice in self.choices), self.story

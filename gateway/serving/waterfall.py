@@ -253,7 +253,8 @@ class Waterfall:
     @property
     def last_token_at(self) -> float:
         """When the last token came; minus infinity if none did."""
-        return max(map(_last_token_at, self._legs.values()), default=float("-inf"))
+        came = [leg.last_at for legs in self._legs.values() for leg in legs.values() if leg.first_at is not None]
+        return max(came, default=float("-inf"))
 
     def last_token_of(self, choice: int) -> float:
         """When the last token of a choice came; minus infinity if none did."""
@@ -371,7 +372,7 @@ def _take(excess: int, *parts: list[tuple[Stage, int]]) -> None:
 
 
 def _last_token_at(legs: dict[RequestKey, Leg]) -> float:
-    return max((leg.last_at for leg in legs.values() if leg.first_at is not None), default=float("-inf"))
+    return max([leg.last_at for leg in legs.values() if leg.first_at is not None], default=float("-inf"))
 
 
 def _ns(seconds: float) -> int:

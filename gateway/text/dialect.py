@@ -51,7 +51,9 @@ class Dialect:
             tool_format = recognised(template)
         reasons = reasoning_parser == "think"
         if reasoning_parser == "auto":
-            reasons = reasoning.OPENING in tokenizer.chat_template(with_tools=False)
+            # A template may have the closing tag only: the model opens its reasoning itself.
+            shown = tokenizer.chat_template(with_tools=False)
+            reasons = any(tag in shown for tag in _THINKING)
         log.info("tool calls: %s; reasoning: %s", tool_format or "none", "think" if reasons else "none")
         return cls(tokenizer, tool_format, reasons)
 

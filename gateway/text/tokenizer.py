@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import AddedToken
 
 from common.contract.errors import BatonError, OperatorError
@@ -45,6 +45,8 @@ _LARGE_BYTES = 2**18
 """Texts of at least this many bytes are encoded one at a time, because each takes up to 200 times its size in memory
 meanwhile; the freed memory is then returned to the system."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_TAGS = ("<think>", "</think>")
+"""Tokens that templates write, and look for in the texts of earlier messages."""
 _UNSETTLED = "�"
 _PROBE = "xyzzy"
 _PROBING_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -110,9 +112,14 @@ class ModelTokenizer:
         self.stop_specials: Collection[int] = ()
         """Special tokens that have text only because they are stop strings: none."""
         self._rendering_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
-        self._marker = Marker([token.content for token in added.values() if token.special])
+        specials = [token.content for token in added.values() if token.special]
+        self._marker = Marker(specials)
+        self._marker = Marker([*specials, *self._turns()])
         self._marking: Any = None
-        """The backend that has the mark as a token; created on first use."""
+        """The backend that has the mark as a token. It is made here because all other threads wait for a copy."""
+        if tokenizer.chat_template is not None:
+            self._marking = copy.deepcopy(self._backend)
+            self._marking.add_tokens([AddedToken(self._marker.mark, normalized=False)])
         self._spellings: dict[int, tuple[str, bytes]] = {}
         self._longest_bytes = max(len(token.encode()) for token in vocabulary)
         """Most bytes of any token's spelling in the vocabulary; no token stands for more bytes of text."""
@@ -122,13 +129,19 @@ class ModelTokenizer:
         """The thread for very long texts."""
 
     @classmethod
-    def load(cls, folder: Path) -> ModelTokenizer:
-        """Load the tokenizer of the checkpoint in `folder`, without network access.
+    def load(cls, folder: Path, chat_template: Path | None = None) -> ModelTokenizer:
+        """Load the tokenizer of the checkpoint in `folder`, without network access. A template in a file
+        `chat_template` replaces the checkpoint's own.
 
-        Raises `OperatorError` if it has none that can be used.
+        Raises `OperatorError` if there is no tokenizer, or no template in that file, that can be used.
         """
         from transformers import AutoTokenizer  # after `keep_torch_out`
 
+        # From other files `transformers` may make a tokenizer that lacks parts, such as the token before each text.
+        if not (folder / "tokenizer.json").is_file():
+            raise OperatorError(
+                f"{folder} has no tokenizer.json: put the one of the model's family there, or use a checkpoint with one"
+            )
         try:
             # Without trust_remote_code=False, `transformers` asks a person at a terminal and may run the checkpoint's
             # code.
@@ -140,7 +153,19 @@ class ModelTokenizer:
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise OperatorError(f"the tokenizer in {folder} has no fast form (tokenizer.json)")
         mend_split(tokenizer.backend_tokenizer, folder)
-        return cls(tokenizer)
+        if chat_template is None:
+            return cls(tokenizer)
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise OperatorError(f"--chat-template: cannot read {chat_template}: {error}") from error
+        loaded = cls(tokenizer)
+        try:
+            loaded.render_chat([{"role": "user", "content": _PROBE}])
+        except ChatTemplateError as error:  # it may refuse this conversation; but it must be a template
+            if isinstance(why := error.__cause__, TemplateSyntaxError):
+                raise OperatorError(f"--chat-template: {chat_template}, line {why.lineno}: {why.message}") from error
+        return loaded
 
     def least_tokens(self, text: str) -> int:
         """Least number of tokens of a text, derived from its length alone."""
@@ -182,8 +207,8 @@ class ModelTokenizer:
         the last message's text or turn instead.
 
         `tools` are the functions that the model is told about. `switches` are further variables of its chat template;
-        `takes_switch` must hold for each. Special tokens spelt in any of these get marks inside, which
-        `encode` removes. Raises `ChatTemplateError`.
+        `takes_switch` must hold for each. Special tokens, and others that the template writes, get marks inside where
+        any of these spell them; `encode` removes the marks. Raises `ChatTemplateError`.
         """
         if self._templates.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
@@ -286,6 +311,19 @@ class ModelTokenizer:
             known = self._spellings[token_id] = self._spell(token_id)
         return known
 
+    def _turns(self) -> list[str]:
+        """The added tokens that are not called special, but open or close parts of a conversation: the chat template
+        writes them around messages."""
+        written: set[int] = set()
+        for roles in (("user", "assistant", "user"), ("system", "user")):
+            with contextlib.suppress(ChatTemplateError):
+                text = self.render_chat([{"role": role, "content": _PROBE} for role in roles])
+                written.update(self._encode_whole(text, False))
+        written &= self._with_text
+        return [
+            each for each, index in self._added.items() if index in written and not (each in _TAGS or each.isspace())
+        ]
+
     def _special(self, spellings: Iterable[str]) -> frozenset[int]:
         """The special tokens among texts."""
         return frozenset(self._added[each] for each in spellings if each in self._added) - self._with_text
@@ -299,10 +337,6 @@ class ModelTokenizer:
     def _encode_marked(self, text: str) -> list[int]:
         """The tokens of a conversation in which clients have spelt special tokens. The text is split at marks, as at
         any added token."""
-        if self._marking is None:
-            marking = copy.deepcopy(self._backend)
-            marking.add_tokens([AddedToken(self._marker.mark, normalized=False)])
-            self._marking = marking
         mark = self._marking.token_to_id(self._marker.mark)
         (encoding,) = self._marking.encode_batch_fast([text], add_special_tokens=False)
         return [token for token in encoding.ids if token != mark]

@@ -87,10 +87,6 @@ class EventStream:
         if self._held:
             await self._write(b"")
 
-    async def send_error(self, data: bytes) -> None:
-        """Send an error event, which is the last event of its stream."""
-        await self._write(b"event: error\ndata: " + data + b"\n\n")
-
     async def send_done(self) -> None:
         """Send the event that ends a complete stream, held until `close`."""
         await self._write(b"data: [DONE]\n\n", more=True)

@@ -16,6 +16,8 @@ from gateway.web.http_errors import ApiError, invalid
 
 _EXACT: Final = 2**53
 """Up to this magnitude a float represents every integer exactly."""
+_TURN_BYTES: Final = 2**18
+"""Bytes of bodies that are decoded before other tasks get a turn of the event loop."""
 
 
 class BodyReader:
@@ -31,6 +33,9 @@ class BodyReader:
         self._reading: set[_Body] = set()
         self._num_bytes = 0
         """Bytes of all bodies being read."""
+        self._decoding = asyncio.Lock()
+        self._num_decoded = 0
+        """Bytes decoded since other tasks last got a turn."""
 
     async def read_json(self, request: web.Request) -> object:
         """Read the body as JSON; integers may be written with a decimal point. Raises `ApiError`."""
@@ -46,7 +51,7 @@ class BodyReader:
                 await self._receive(request, body)
             else:
                 await self._receive_in_time(request, body)
-            return _decode(body.content, limits.max_body_values)
+            return await self._decoded(body)
         except web.RequestPayloadError as error:
             raise invalid(None, "the body could not be read", code="invalid_body") from error
         finally:
@@ -82,6 +87,21 @@ class BodyReader:
                 paid_s = limits.body_grace_s + len(body) / limits.min_body_bytes_per_s
                 body.deadline.reschedule(body.began_s + min(paid_s, limits.body_timeout_s))
 
+    async def _decoded(self, body: _Body) -> object:
+        """Decode a body that has arrived. Many can arrive at the same moment, so they take turns."""
+        body.deadline = None
+        async with self._decoding:
+            if self._num_decoded >= _TURN_BYTES:
+                self._num_decoded = 0
+                await asyncio.sleep(0)
+            if body.given_up:
+                raise _too_much()
+            self._num_decoded += len(body)
+            decoded = _decode(body.content, self._limits.max_body_values)
+        if len(body) >= _TURN_BYTES:  # its form is checked in another turn
+            await asyncio.sleep(0)
+        return decoded
+
     def _make_room(self) -> None:
         """Give up the largest body of the client that holds most, if all bodies together exceed the bound."""
         if self._num_bytes <= self._limits.max_bodies_bytes:
@@ -92,14 +112,18 @@ class BodyReader:
             held[body.client] += len(body)
         if held.total() > self._limits.max_bodies_bytes:
             ((most, _),) = held.most_common(1)
-            max((body for body in going_on if body.client == most), key=len).give_up()
+            given_up = max((body for body in going_on if body.client == most), key=len)
+            given_up.give_up()
+            if given_up.deadline is None:  # it has arrived, and nothing wakes it before its turn
+                self._num_bytes -= len(given_up)
+                given_up.content.clear()
 
 
 class _Body:
     """A body while it arrives."""
 
     deadline: asyncio.Timeout | None = None
-    """Deadline of the body's arrival; None if all of it has arrived."""
+    """Deadline of the body's arrival; None once all of it has arrived."""
     began_s = 0.0
     """When it began to arrive."""
 
@@ -151,7 +175,14 @@ def _integral(value: object, depth: int = 2) -> object:
     if isinstance(value, float):
         return int(value) if abs(value) <= _EXACT and value.is_integer() else value
     if depth and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
-        return [_integral(each, depth - 1) for each in value]
+        return [  # a long prompt has many numbers, so these need no call
+            int(each)
+            if type(each) is float and -_EXACT <= each <= _EXACT and each.is_integer()
+            else _integral(each, depth - 1)
+            if type(each) is list
+            else each
+            for each in value
+        ]
     return value
 
 

@@ -142,6 +142,8 @@ class WorkerView:
             "role": self.role.value,
             "profile": self.profile.value if self.role is Role.DECODE and self.welcome else None,
             "connected": self.incarnation is not None,
+            "listed": self.listed,
+            "ready": self.serving,
             "usable": self.usable,
             "phase": said.phase.value if said else None,
             "safe_to_delete": load is not None and load.phase is Phase.DRAINED,

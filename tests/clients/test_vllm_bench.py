@@ -17,13 +17,22 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize(
-    ("backend", "endpoint"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
+    ("backend", "endpoint", "named"),
+    [
+        ("openai", "/v1/completions", True),
+        ("openai-chat", "/v1/chat/completions", True),
+        pytest.param("openai", "/v1/completions", False, id="it asks for the model's name"),
+    ],
 )
 def test_all_succeed(
-    base_url: str, model: str, model_folder: Path, tmp_path: Path, backend: str, endpoint: str
+    base_url: str, model: str, model_folder: Path, tmp_path: Path, backend: str, endpoint: str, named: bool
 ) -> None:
     command = [str(VLLM), "bench", "serve", "--backend", backend, "--base-url", base_url.removesuffix("/v1")]
-    command += ["--endpoint", endpoint, "--model", str(model_folder), "--served-model-name", model]
+    command += ["--endpoint", endpoint]
+    if named:
+        command += ["--model", str(model_folder), "--served-model-name", model]
+    else:
+        command += ["--tokenizer", str(model_folder)]
     command += ["--dataset-name", "random", "--random-input-len", "64", "--random-output-len", str(OUTPUT_TOKENS)]
     command += ["--num-prompts", str(NUM_PROMPTS), "--max-concurrency", "4", "--seed", "1", "--ignore-eos"]
     command += ["--disable-tqdm", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"]

@@ -154,7 +154,7 @@ async def test_scattered_reads_from_two_sources_in_flight_together(wire: str, so
                 assert await sink.end_of(read) is None
                 sink.assert_equal(process, source_ids, sink_ids)
             assert sink.cache.is_poisoned(set(EVERY_BLOCK) - set(sink_blocks))
-            assert (sink.mover.num_blocks_read, sink.mover.num_reads_failed) == (45, 0)
+            assert (sink.mover.num_bytes_read, sink.mover.num_reads_failed) == (45 * BLOCK_BYTES, 0)
             assert sink.mover.read_seconds > 0
 
             other.kill()  # while nothing is read from it

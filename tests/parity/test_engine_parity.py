@@ -39,6 +39,8 @@ BLOCK_SIZE = 16
 CHUNK = 64
 NUM_OUTPUT = 40
 PROMPT_LENS = (1, 5, 16, 63, 64, 65, 150)
+DYNAMIC_SCALING = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+"""Changes the frequencies of longer sequences than the context."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -46,6 +48,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_SCALING}),
     "llama-yarn-rope": ("llama", {"rope_parameters": YARN_SCALING}),
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR_SCALING}),
+    "llama-dynamic-rope": ("llama", {"rope_parameters": DYNAMIC_SCALING, "max_position_embeddings": 190}),
     "llama-no-groups": ("llama", {"num_key_value_heads": 4}),
     "mistral-window-24": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),

@@ -59,7 +59,6 @@ LEFT_OUT = {
     "parent": "there are no adapters",
     "permission": "OpenAI has it no more",
     "prompt_text": "`return_prompt_text` is refused",
-    "root": "where the model lies is the operator's",
     "routed_experts": "the models have no experts",
     "service_tier": "the answer does not repeat the tier",
 }

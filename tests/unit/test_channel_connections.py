@@ -52,6 +52,81 @@ async def test_a_worker_that_gets_keys_later_is_found(net: Net, caplog: pytest.L
     assert client.workers == [after.me]
 
 
+def unanswered(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.message for each in caplog.records if "nothing answers" in each.message]
+
+
+async def test_that_nothing_answers_is_logged_once_until_there_is_a_connection(
+    net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong address, or a closed port, would not show else."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))  # does not listen
+        port = taken.getsockname()[1]
+        line = f"no connection with 127.0.0.1:{port}: nothing answers there yet"
+        client = net.client(f"127.0.0.1:{port}", BRISK, clock=monotonic)
+        await client.events.until(lambda: client.num_lost >= 3)
+        assert unanswered(caplog) == [line]
+        worker = net.worker(port=port)
+    await client.opened()
+    await worker.stop()
+    await client.events.until(lambda: len(unanswered(caplog)) == 2)
+    num_lost = client.num_lost
+    await client.events.until(lambda: client.num_lost >= num_lost + 2)
+    assert unanswered(caplog) == [line, line]
+
+
+async def test_a_worker_that_loads_its_model_is_not_one_where_nothing_answers(
+    net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has bound its port."""
+    worker = net.worker(begins=False)
+    client = net.client(worker.address, BRISK)
+    await eventually(lambda: not client.link._connection._unconnected.is_set())
+    net.clock.now_s += 2 * BRISK.timeout_s
+    assert (await client.loss())[0].startswith("no answer")
+    assert unanswered(caplog) == []
+    worker.begin()
+    await client.opened()
+
+
+async def test_another_reason_why_there_is_no_connection_is_logged_too(
+    net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        keys = CurveKeys(*zmq.curve_keypair())
+        client = net.client(f"127.0.0.1:{port}", BRISK, clock=monotonic, keys=keys)
+        await client.events.until(lambda: len(unanswered(caplog)) == 1)
+        net.worker(port=port)
+    await eventually(lambda: "--curve-keys" in caplog.text)
+
+
+async def test_that_nothing_answers_is_logged_where_the_name_was_unknown_before(
+    net: Net, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "_LOOK_UP_PAUSE_S", 0.01)
+    known = False
+
+    def getaddrinfo(*_: object) -> list[tuple[object, ...]]:
+        if not known:
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    resolver = Resolver(WAIT_S)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # does not listen
+        client = net.client(f"decode-0.test:{taken.getsockname()[1]}", BRISK, clock=monotonic, resolver=resolver)
+        await eventually(lambda: "cannot be looked up" in caplog.text)
+        known = True
+        await client.events.until(lambda: len(unanswered(caplog)) == 1)
+    resolver.close()
+
+
 async def test_a_worker_that_refuses_and_falls_silent_is_connected_to_anew(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,8 @@ def test_a_revision_of_a_hub_id_is_what_is_downloaded(tmp_path: Path, monkeypatc
     import huggingface_hub
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "commit").mkdir()
+    write_config(tmp_path / "commit", CONFIG)
     asked: list[tuple[str, str | None]] = []
 
     def download(hub_id: str, *, revision: str | None, **_: list[str]) -> str:
@@ -185,6 +187,19 @@ def test_a_revision_of_a_hub_id_is_what_is_downloaded(tmp_path: Path, monkeypatc
         assert resolve_model("owner/name", revision, weights=True) == tmp_path / "commit"
     assert asked == [("owner/name", None), ("owner/name", "v1.0"), ("owner/name", "refs/pr/1")]
     assert is_hub_id("owner/name")
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_hub_id_without_a_configuration_is_refused(
+    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that has only GGUF files, or an adapter."""
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(OperatorError, match=r"owner/name has no config\.json.*GGUF"):
+        resolve_model("owner/name", weights=weights)
 
 
 def resolving(hub: ModelHub, cache: Path, *, weights: bool, offline: bool = False) -> subprocess.CompletedProcess[str]:
@@ -355,8 +370,8 @@ def test_the_hash_ignores_the_chat_template(folder: Path) -> None:
 
 
 def test_a_folder_without_weights_is_refused(folder: Path) -> None:
-    (folder / "model.bin").write_bytes(b"x")
-    with pytest.raises(OperatorError, match="safetensors"):
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(OperatorError, match=r"model\.safetensors.*other weights are not loaded \(\*\.bin"):
         weights_hash(folder)
 
 

@@ -88,30 +88,55 @@ def test_each_type_has_a_flag_of_its_own(monkeypatch: pytest.MonkeyPatch, dtype:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "pairs", "instructions", "path"),
+    ("dtype", "pairs", "instructions", "path", "told"),
     [
-        (torch.bfloat16, True, True, "pairs"),
-        (torch.bfloat16, False, True, "c"),
-        (torch.float16, True, True, "onednn"),
-        (torch.bfloat16, False, False, "c"),
-        (torch.float16, True, False, "c"),
-        (torch.float32, True, True, "c"),
+        (torch.bfloat16, True, True, "pairs", ("amx", False)),
+        (torch.bfloat16, False, True, "c", ("avx2", True)),
+        (torch.float16, True, True, "onednn", ("onednn", False)),
+        (torch.bfloat16, False, False, "c", ("avx2", True)),
+        (torch.float16, True, False, "c", ("avx2", True)),
+        (torch.float32, True, True, "c", ("avx2", False)),
     ],
     ids=str,
 )
 def test_onednn_is_for_float16_that_the_cpu_has_instructions_for(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, pairs: bool, instructions: bool, path: str
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    pairs: bool,
+    instructions: bool,
+    path: str,
+    told: tuple[str, bool],
 ) -> None:
     taken = []
     monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: instructions)
     monkeypatch.setattr(Linear, "pack_for_onednn", lambda self: taken.append("onednn"))
     monkeypatch.setattr(linear_module, "pack", lambda weight, zeros: taken.append("c"))
     monkeypatch.setattr(linear_module, "pack_pairs", lambda weight, zeros: taken.append("pairs"))
-    kernels = cast("Kernels", SimpleNamespace(multiplies_pairs=pairs))
+    kernels = cast("Kernels", SimpleNamespace(multiplies_pairs=pairs, instructions=("avx2", "amx")))
     projection = Linear(24, 16, bias=True, dtype=dtype, device=CPU, kernels=kernels)
     assert projection.weight.dtype == dtype
     projection.pack()
     assert taken == [path]
+    assert projection.products == told
+
+
+@pytest.mark.parametrize(
+    ("dtype", "instructions", "told"),
+    [
+        (torch.bfloat16, True, ("onednn", False)),
+        (torch.bfloat16, False, ("torch", True)),
+        (torch.float32, True, ("torch", False)),
+    ],
+    ids=str,
+)
+def test_without_kernels_onednn_multiplies_low_precision_that_is_not_widened(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, instructions: bool, told: tuple[str, bool]
+) -> None:
+    monkeypatch.setattr(linear_module, "multiplies_natively", lambda dtype: instructions)
+    projection, _, _ = filled(dtype)
+    assert projection.products == told
+    elsewhere = Linear(24, 16, bias=False, dtype=dtype, device=torch.device("meta"))
+    assert elsewhere.products is None
 
 
 def test_float32_is_always_native() -> None:

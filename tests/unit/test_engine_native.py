@@ -252,6 +252,7 @@ def test_a_row_s_product_does_not_depend_on_the_rows_beside_it(tiled: Kernels, d
 
 def test_a_cpu_with_tiles_has_its_weights_in_pairs(emulating: Kernels) -> None:
     assert emulating.multiplies_pairs
+    assert emulating.instructions[1] == "amx"
 
 
 @pytest.mark.parametrize("out_features", [1, 16, 40, 100, 130])
@@ -966,6 +967,7 @@ def test_a_cpu_without_avx_has_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     made = Kernels(library.load())
+    assert made.instructions == ("other", "none")
     x, weight = torch.randn(3, 64), torch.randn(32, 64)
     expected = x.double() @ weight.double().T
     assert (made.linear(x, pack(weight), None, 32).double() - expected).norm() < 1e-5 * expected.norm()
@@ -980,6 +982,7 @@ def test_no_wider_instructions_are_used_than_onednn_may_use(
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     limited = Kernels(library.load())
     assert not limited.multiplies_pairs
+    assert limited.instructions == ("avx2", "none")
     (kept,) = (tmp_path / "baton").iterdir()
     objdump = ["objdump", "--disassemble", "--no-show-raw-insn", str(kept)]
     told = subprocess.run(objdump, capture_output=True, text=True, check=True, timeout=60).stdout

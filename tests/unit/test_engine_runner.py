@@ -475,14 +475,18 @@ async def test_a_gpu_that_is_not_there_is_an_error_that_names_the_cpu(
         await load(DecodeSettings(model=str(folder), tensor_parallel=width).on("cuda"), folder, 0)
 
 
+@pytest.mark.parametrize("full_at", ["measure_costs", "load_runner"])
 async def test_a_gpu_without_room_is_an_error_that_says_what_to_lower(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    full_at: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or, if the weights do not fit, that the model is too large."""
+
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    monkeypatch.setattr("common.engine.engine.measure_costs", full)
-    with pytest.raises(OperatorError, match=r"--kv-cache-bytes.*--max-num-seqs.*tried to allocate 3 GiB"):
+    monkeypatch.setattr(f"common.engine.engine.{full_at}", full)
+    advice = r"--kv-cache-bytes.*--max-num-seqs.*weights.*smaller model.*--tensor-parallel.*tried to allocate 3 GiB"
+    with pytest.raises(OperatorError, match=advice):
         await load(DecodeSettings(model=str(folder)).on("cpu"), folder, 0)
 
 

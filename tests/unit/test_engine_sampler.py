@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -299,6 +300,37 @@ def test_biases_are_added_to_logits_of_tokens_that_there_are() -> None:
     assert_top(plain, logits[1])
 
 
+def test_each_row_gets_its_own_biases() -> None:
+    biases = [((3, 1.5), (25, 9.0)), (), ((19, 50.0), (0, -2.0), (3, 0.5)), ((20, 1.0),)]
+    logits = random_logits(len(biases), vocab=20)
+    expected = logits.clone()
+    for row, pairs in enumerate(biases):
+        for token, bias in pairs:
+            if token < 20:
+                expected[row, token] += bias
+    choose_in_place(logits, [ask(temperature=0.0, logit_bias=pairs) for pairs in biases], backend)
+    assert torch.equal(logits, expected)
+
+
+def test_the_biases_of_a_request_are_read_once_for_all_its_choices_and_steps() -> None:
+    class Watched(tuple[tuple[int, float], ...]):
+        num_read = 0
+
+        def __iter__(self) -> Iterator[tuple[int, float]]:
+            self.num_read += 1
+            return super().__iter__()
+
+    pairs = Watched((token, token / 7) for token in range(40))
+    params = SamplingParams(max_tokens=9, logit_bias=pairs)
+    num_read = pairs.num_read
+    for position in range(3, 6):
+        rows = [
+            Sample(params=params, choice=choice, position=position, token_ids=[7], prompt_len=1) for choice in range(16)
+        ]
+        sample(random_logits(16), rows)
+    assert pairs.num_read <= num_read + 1
+
+
 def bits(*tokens: int) -> bytes:
     """A mask of 64 tokens."""
     mask = np.zeros(64, np.uint8)
@@ -446,6 +478,7 @@ WAYS: dict[str, tuple[bool, list[dict[str, Any]]]] = {
     "drawn": (True, [{"seed": 1}, {"seed": 2, "top_k": 5}, {"seed": 3, "top_p": 0.5}]),
     "mixed": (True, [{"temperature": 0.0}, {"seed": 2}, {"temperature": 0.0, "logprobs": 0}]),
     "biased": (False, [{"temperature": 0.0}, {"temperature": 0.0, "logit_bias": ((4, 90.0),)}, {"seed": 3}]),
+    "biased beyond the vocabulary": (True, [{"temperature": 0.0}, {"logit_bias": ((VOCAB, 90.0),)}, {"seed": 3}]),
     "penalised": (False, [{"temperature": 0.0, "repetition_penalty": 5.0}, {"seed": 2}, {"temperature": 0.0}]),
     "no ending": (False, [{"temperature": 0.0, "min_tokens": 5}, {"seed": 2}, {"temperature": 0.0}]),
 }

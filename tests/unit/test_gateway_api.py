@@ -704,7 +704,8 @@ async def test_a_model_of_several_names() -> None:
     named = dataclasses.replace(settings(), other_names=("gpt-4o", "tiny"), system_fingerprint="fp_1")
     async with serve(ScriptedGenerator(), named) as server, aiohttp.ClientSession() as session:
         async with session.get(server.url + "/v1/models") as response:
-            assert [model["id"] for model in (await response.json())["data"]] == [MODEL, "gpt-4o", "tiny"]
+            told = [(model["id"], model["root"]) for model in (await response.json())["data"]]
+            assert told == [(MODEL, MODEL), ("gpt-4o", MODEL), ("tiny", MODEL)]
         async with session.get(server.url + "/v1/models/tiny") as response:
             assert (await response.json())["id"] == "tiny"
         for path, body in ((COMPLETIONS_PATH, COMPLETION), (CHAT_PATH, CHAT)):

@@ -157,7 +157,7 @@ async def test_an_error_comes_after_what_was_held_back() -> None:
         async with session.post(server.url + COMPLETIONS_PATH, json=body) as response:
             events = (await response.read()).decode().split("\n\n")
     assert [event[:6] for event in events[: len(tokens)]] == ["data: "] * len(tokens)
-    assert events[len(tokens)].startswith("event: error\n")
+    assert events[len(tokens)].startswith('data: {"error":')
     assert events[len(tokens) + 1 :] == [""]
 
 

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from test_local_stack import NotStarted
 
 from common.contract.errors import OperatorError
-from common.runtime.config import DecodeSettings, GatewaySettings, PrefillSettings, load
+from common.runtime.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings, load
 from gateway.__main__ import api_settings_of, bounds_of
 from gateway.access.connections import ConnectionBounds
 from gateway.api_settings import ApiSettings
@@ -54,6 +55,21 @@ def test_the_model_has_its_own_name_or_those_that_it_is_given(folder: Path) -> N
     several = told(folder, "--served-model-name", "demo, gpt-4o,demo,tiny")
     assert several.model_name == "demo"
     assert several.names == ("demo", "gpt-4o", "tiny")
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+async def test_a_stack_gives_its_gateway_the_chat_template(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--port", "0"]
+    if by == "option":
+        options += ["--chat-template", "a.jinja"]
+    else:
+        monkeypatch.setenv("BATON_CHAT_TEMPLATE", "a.jinja")
+    stack = NotStarted(load(ServeSettings, "baton serve", options))
+    await stack.start()
+    monkeypatch.delenv("BATON_CHAT_TEMPLATE", raising=False)
+    assert load(GatewaySettings, "baton gateway", stack.gateway.options).chat_template == "a.jinja"
+    assert all("--chat-template" not in child.options for child in stack._children if child is not stack.gateway)
+    await stack.stop()
 
 
 def test_the_context_may_be_less_than_the_models_and_not_more(folder: Path) -> None:

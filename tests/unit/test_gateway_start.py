@@ -30,7 +30,7 @@ async def test_what_it_has_loaded_is_frozen_before_it_is_ready(
     """It may serve without prefill workers for days, and is not ready without."""
     frozen, stop = asyncio.Event(), asyncio.Event()
     monkeypatch.setattr(program, "freeze_startup_objects", frozen.set)
-    monkeypatch.setattr(ModelTokenizer, "load", lambda _: tokenizer())
+    monkeypatch.setattr(ModelTokenizer, "load", lambda *_: tokenizer())
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     caplog.set_level(logging.INFO)
     given = GatewaySettings(prefill_workers=("127.0.0.1:1",), decode_workers=("127.0.0.1:2",), port=0)
@@ -50,7 +50,7 @@ async def test_what_it_has_loaded_is_frozen_before_it_is_ready(
 async def test_an_occupied_port_is_reported_before_the_tokenizer_is_loaded(
     setting: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelTokenizer, "load", lambda _: pytest.fail("it is loaded"))
+    monkeypatch.setattr(ModelTokenizer, "load", lambda *_: pytest.fail("it is loaded"))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
@@ -67,7 +67,7 @@ async def test_connections_are_refused_while_the_tokenizer_is_loaded(monkeypatch
     frozen, stop = asyncio.Event(), asyncio.Event()
     with reserved() as port, reserved() as admin_port:
 
-        def load(_: Path) -> ModelTokenizer:
+        def load(*_: Path | None) -> ModelTokenizer:
             found.extend(map(takes_connections, (port, admin_port)))
             return tokenizer()
 
@@ -84,6 +84,13 @@ async def test_connections_are_refused_while_the_tokenizer_is_loaded(monkeypatch
             stop.set()
             await serving
     assert found == [False, False, True, True]
+
+
+async def test_a_chat_template_that_cannot_be_read_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    given = GatewaySettings(decode_workers=("127.0.0.1:1",), port=0, chat_template=str(tmp_path / "nowhere"))
+    with pytest.raises(OperatorError, match=r"--chat-template: cannot read .*nowhere"):
+        await program.serve(given, DEMO_FOLDER, asyncio.Event())
 
 
 @contextmanager

@@ -114,11 +114,46 @@ def test_templates_that_do_not_fit() -> None:
 
 
 def test_what_cannot_be_loaded_is_the_operators_to_mend(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="cannot load a tokenizer"):
+    with pytest.raises(OperatorError, match=r"nowhere has no tokenizer\.json"):
         ModelTokenizer.load(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(OperatorError, match="cannot load a tokenizer"):
         ModelTokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("other", ["tekken.json", "tokenizer.model", "vocab.json"])
+def test_a_folder_without_tokenizer_json_is_refused(tmp_path: Path, other: str) -> None:
+    """What `transformers` makes of other files may lack parts."""
+    config: dict[str, object] = {"model_type": "mistral", "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / other).write_text("{}")
+    with pytest.raises(OperatorError, match=r"has no tokenizer\.json: put the one of the model's family there"):
+        ModelTokenizer.load(tmp_path)
+
+
+def test_a_chat_template_in_a_file_replaces_the_models_own(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_bytes("{% for m in messages %}[{{ m.role }}] é {{ m.content }}{% endfor %}\n{# tools #}".encode())
+    loaded = ModelTokenizer.load(folder, path)
+    assert loaded.render_chat(MESSAGES) == "[user] é hello 日本"
+    assert "tools" in loaded.chat_template(with_tools=True)
+    path.write_text("{{ raise_exception('it wants a system message') }}")
+    with pytest.raises(ChatTemplateError, match="it wants a system message"):
+        ModelTokenizer.load(folder, path).render_chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(None, "cannot read .*No such file"), (b"\xff", "cannot read"), (b"a\n{% broken", r"template\.jinja, line 2: ")],
+)
+def test_a_file_that_is_no_chat_template_is_the_operators_to_mend(
+    folder: Path, tmp_path: Path, content: bytes | None, why: str
+) -> None:
+    path = tmp_path / "template.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(OperatorError, match=f"--chat-template: .*{why}"):
+        ModelTokenizer.load(folder, path)
 
 
 def test_code_of_a_checkpoint_is_not_run_whatever_a_person_at_the_terminal_would_say(
@@ -259,14 +294,16 @@ async def test_a_split_that_is_not_suspect_or_not_wrong_stays(
     before = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
     after = ModelTokenizer.load(folder)._backend.pre_tokenizer
     assert after.__getstate__() == before.__getstate__()
-    assert not [*warnings, *caplog.messages]
+    told = [each.message for each in caplog.records if each.name.startswith("gateway")]  # `transformers` tells more
+    assert not [*warnings, *told]
 
 
 async def test_a_checkpoint_that_asks_for_the_fix_has_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, warnings: list[str]
 ) -> None:
     assert not await crosses(mistral_folder(tmp_path, WRONG, fix_mistral_regex=True))
-    assert not [*warnings, *caplog.messages]
+    told = [each.message for each in caplog.records if each.name.startswith("gateway")]  # `transformers` tells more
+    assert not [*warnings, *told]
 
 
 def test_a_pattern_that_is_none_is_the_operators_to_mend(tmp_path: Path) -> None:

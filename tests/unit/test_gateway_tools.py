@@ -391,6 +391,22 @@ async def test_content_of_an_assistant_may_be_null(template: str, given: dict[st
         assert tuple(same["tokens"]) == generator.generations[0].token_ids
 
 
+@pytest.mark.parametrize("given", [{"content": None}, {}], ids=repr)
+async def test_the_empty_result_of_a_function_may_be_left_out(given: dict[str, Any]) -> None:
+    """Clients in Go send no field for an empty text."""
+    prompts = []
+    for content in ({"content": ""}, given):
+        generator = scripted("Done.")
+        messages = [*MESSAGES, ASSISTANT | {"tool_calls": [CALLED]}, {"role": "tool", "tool_call_id": "a"} | content]
+        body = CHAT | {"messages": messages, "tools": TOOLS}
+        models = tool_tokenizer("hermes")
+        status, answer, _ = await post(CHAT_PATH, body, generator, api_settings=tool_settings(), model_tokenizer=models)
+        assert status == 200, answer
+        prompts.append(prompt_of(generator))
+    assert "<tool_response></tool_response>" in prompts[0]
+    assert prompts[1] == prompts[0]
+
+
 async def test_an_answer_may_be_sent_back_as_it_came() -> None:
     first = (await ask(scripted(TWO_CALLS), tools=TOOLS)).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "yes"} for call in first.tool_calls]
@@ -521,6 +537,18 @@ async def test_reasoning_is_told_apart(template: str, stream: bool) -> None:
         assert [getattr(message, name) for name in NAMES_OF_REASONING] == ["It is <b>late</b>."] * 2
         assert message.content == "Good night. </think>"
         assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_reasoning_that_the_template_only_removes_is_told_apart() -> None:
+    """As in DeepSeek-R1-0528-Qwen3-8B: the model itself opens its reasoning."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }} {% endfor %}assistant:"
+    models = wrap(backend(), template)
+    status, answer, _ = await post(
+        CHAT_PATH, CHAT, scripted(THOUGHT), api_settings=tool_settings(), model_tokenizer=models
+    )
+    assert status == 200
+    message = answer["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == ("It is <b>late</b>.", "Good night. </think>")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -824,7 +852,6 @@ async def refusing() -> AsyncIterator[Refusing]:
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALLED]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": None}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content"),
         ({"messages": [ASSISTANT | {"tool_calls": [CALLED] * 129}]}, "messages[0].tool_calls"),
         ({"messages": [ASSISTANT | {"tool_calls": [CALLED | {"id": ""}]}]}, "messages[0].tool_calls[0].id"),
         ({"messages": [ASSISTANT | {"tool_calls": [CALLED | {"id": "é"}]}]}, "messages[0].tool_calls[0].id"),

@@ -321,6 +321,14 @@ BROKEN = (
     ("decode enableServiceLinks = true", "write into its environment"),
     ("gateway nodeSelector", "Deployment/baton-gateway: it may come to a node on which its image does not run"),
     ("prefill container resources requests ephemeral-storage = 40Gi", "keeps 40Gi of its node's disk"),
+    (
+        "Deployment/baton-decode spec template metadata annotations",
+        "Deployment/baton-decode: the cluster autoscaler keeps its node because of the volume tmp",
+    ),
+    (
+        "gateway container terminationMessagePolicy",
+        "Deployment/baton-gateway: kubectl describe does not show why it has ended",
+    ),
     # Monitors.
     ("PodMonitor/baton-gateway spec podMetricsEndpoints 0 scheme", "PodMonitor/baton-gateway: its pods speak HTTPS"),
     (

@@ -106,8 +106,13 @@ class Schedule:
     def join(self) -> None:
         params, tokens = self.data.draw(any_params), self.data.draw(some_tokens)
         prompt_len = self.data.draw(st.integers(1, len(tokens)))  # the rest was generated before a failover
-        for choice in range(self.pick([1, 1, 3])):
-            self.players.append(Player(TokenSequence(KEY, choice, list(tokens), prompt_len, params)))
+        if not self.pick([True, False]):
+            self.players.append(Player(TokenSequence(KEY, 0, tokens, prompt_len, params)))
+            return
+        shared = token_counts(params, tokens, prompt_len)
+        for choice in range(self.pick([1, 3])):
+            text = [*tokens, self.token()]
+            self.players.append(Player(TokenSequence(KEY, choice, text, prompt_len, params, shared_counts=shared)))
 
     def leave(self) -> None:
         if self.players:
@@ -201,15 +206,18 @@ def test_counts_concern_what_the_penalties_concern() -> None:
         output.count(5)
 
 
+class Watched(list[int]):
+    """Tokens, and how many of them were read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        self.num_read += len(part)
+        return part
+
+
 def test_a_token_is_counted_once_and_not_looked_at_again() -> None:
-    class Watched(list[int]):
-        num_read = 0
-
-        def __getitem__(self, index: Any) -> Any:
-            part = super().__getitem__(index)
-            self.num_read += len(part)
-            return part
-
     tokens = Watched(range(1000))
     counts = token_counts(SamplingParams(max_tokens=9, repetition_penalty=2.0), tokens, 1000)
     assert counts is not None
@@ -219,6 +227,42 @@ def test_a_token_is_counted_once_and_not_looked_at_again() -> None:
     counts.count(1002)
     assert tokens.num_read <= 1000 + 2 * 2, "a step reads what is new"
     assert as_dict(counts)[7] == 2
+
+
+def test_a_draft_is_counted_without_reading_the_text_again() -> None:
+    tokens = Watched(range(1000))
+    counts = token_counts(SamplingParams(max_tokens=9, repetition_penalty=2.0, presence_penalty=1.0), tokens, 990)
+    assert counts is not None
+    counts.count(999)
+    before = as_dict(counts)
+    tokens.num_read = 0
+    drafted = [counts.with_draft(1000, draft) for draft in ([], [1000], [1000, 3])]
+    assert tokens.num_read == len(drafted), "the last token, each time"
+    assert [as_dict(each) for each in drafted] == [
+        before | {999: 1},
+        before | {999: 1, 1000: 1},
+        before | {999: 1, 1000: 1, 3: 1},
+    ]
+    assert as_dict(counts) == before
+
+
+def test_what_choices_begin_with_is_counted_once() -> None:
+    begin = Watched([*range(990), *range(10)])  # of which the last ten are output
+    shared = token_counts(PENALISED, begin, 990)
+    texts = [Watched([*begin, 980 + choice]) for choice in range(16)]
+    sequences = [
+        TokenSequence(KEY, choice, text, 990, PENALISED, shared_counts=shared) for choice, text in enumerate(texts)
+    ]
+    for num_more in range(3):
+        for choice, each in enumerate(sequences):
+            assert each.counts is not None
+            each.counts.count(each.num_tokens - 1)
+            scratch = TokenCounts(list(each.token_ids), 990, PENALISED)
+            scratch.count(each.num_tokens - 1)
+            assert as_dict(each.counts) == as_dict(scratch)
+            each.token_ids.append(1000 + choice)
+        assert begin.num_read == len(begin)
+        assert [text.num_read for text in texts] == [num_more] * len(texts)
 
 
 def test_choices_of_a_prompt_share_what_is_counted() -> None:

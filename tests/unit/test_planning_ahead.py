@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from decode_bench import EAGER, Bench, request
+from decode_bench import EAGER, Bench, request, tokens
 from migration_bench import Pause, World
 
 from common.contract.messages.gateway import Suspicion
 from common.contract.messages.worker import Cancelled
 from common.contract.tiers import Tier
+from common.engine.batch import NO_SAMPLE
 from decode_worker.columns import DecodeColumns
-from decode_worker.request import ChoiceStage, DecodeChoice
+from decode_worker.request import ChoiceStage, DecodeChoice, DecodeRequest
 from decode_worker.step import Step
 
 INTERACTIVE, STANDARD, BATCH = Tier
@@ -205,6 +207,149 @@ def test_penalties_do_not_need_to_know() -> None:
         [choice.sequence.num_tokens + 1],
     )
     assert decodes.samples.special[0].counts is choice.sequence.counts is not None
+
+
+def test_choices_of_a_request_count_once_what_they_begin_with() -> None:
+    bench = Bench(num_blocks=16, memory_reserve=EAGER)
+    penalised = request("penalised", 5, num_choices=3)
+    sampling = replace(penalised.work.sampling, repetition_penalty=1.2)
+    penalised.work = replace(penalised.work, sampling=sampling)
+    counts = [each.sequence.counts for each in bench.enter(penalised)]
+    shared = [each._shared for each in counts if each is not None]
+    assert shared[0] is not None
+    assert all(each is shared[0] for each in shared)
+    assert len(shared) == 3
+
+
+# --- behind the end of a prompt ----------------------------------------------------------------------------------
+
+
+def behind_a_prompt(
+    *, num_choices: int = 1, tier: Tier = STANDARD, **policy: Any
+) -> tuple[Ahead, DecodeChoice, DecodeRequest, tuple[int, Step]]:
+    """One sequence decodes in a step that computes a whole prompt."""
+    bench = Ahead(memory_reserve=EAGER, **policy)
+    decoding = bench.run(request("decoding", 5))
+    prompt = request("prompt", 6, num_choices=num_choices, tier=tier, local=True)
+    bench.reserve(prompt)
+    begun = bench.begin(None)
+    assert [chunk.last for chunk in begun[1].chunks] == [True]
+    return bench, decoding, prompt, begun
+
+
+def test_sequences_begin_while_the_step_after_their_prompt_runs() -> None:
+    """It was planned before their first tokens were known. The copies for forks are in the step that they join."""
+    bench, decoding, prompt, first = behind_a_prompt(num_choices=2)
+    assert bench.scheduler.may_run_ahead(first[1])
+    second = bench.begin(first[1])
+    assert (second[1].decodes, second[1].chunks) == ([decoding], [])
+    bench.end(first)
+    assert [each.stage for each in prompt.choices] == [ChoiceStage.READY] * 2
+    third = bench.begin(second[1])
+    assert third[1].decodes == [decoding, *prompt.choices]
+    [(source, copy)] = third[1].copies
+    assert [each.sequence.block_table[-1] for each in prompt.choices] == [source, copy]
+    decodes = DecodeColumns(1000, ()).decoding(third[1].decodes, second[1].decodes).decodes
+    assert decodes.follows_D.tolist() == [0, NO_SAMPLE, NO_SAMPLE]
+    bench.end(second)
+    bench.end(third)
+    assert [each.sequence.num_output for each in (decoding, *prompt.choices)] == [5, 2, 2]
+
+
+def test_a_prompt_with_more_to_compute_is_waited_for() -> None:
+    """With it the next step is long, and who arrives meanwhile is to be in it."""
+    bench = Ahead(num_blocks=32, memory_reserve=EAGER, prefill_tokens=8)
+    bench.run(request("decoding", 5))
+    bench.reserve(request("long", 12, local=True))
+    begun = bench.begin(None)
+    assert not bench.scheduler.may_run_ahead(begun[1])
+    bench.end(begun)
+    begun = bench.begin(None)
+    assert [(chunk.start, chunk.end) for chunk in begun[1].chunks] == [(8, 12)]
+    assert bench.scheduler.may_run_ahead(begun[1])
+    late = request("late", 5, local=True)
+    bench.reserve(late)
+    assert not bench.scheduler.may_run_ahead(begun[1])
+    bench.forget(late)
+    assert bench.scheduler.may_run_ahead(begun[1])
+
+
+def test_a_prompt_that_is_all_but_done_does_not_lose_its_blocks() -> None:
+    """The next step, planned now, would take them for who lacks one."""
+    bench, *_, begun = behind_a_prompt()
+    bench.pool.allocate(bench.pool.num_free - 1)
+    assert bench.scheduler.may_run_ahead(begun[1])
+    bench.pool.allocate(1)
+    assert not bench.scheduler.may_run_ahead(begun[1])
+
+
+def test_a_prompt_that_is_all_but_done_gives_way_to_a_higher_tier_with_its_first_token() -> None:
+    bench, decoding, prompt, begun = behind_a_prompt(tier=BATCH)
+    bench.pool.allocate(bench.pool.num_free - 2)
+    assert bench.scheduler.may_run_ahead(begun[1])
+    assert bench.reserve(request("senior", 12, tier=INTERACTIVE)) == []
+    assert not bench.scheduler.may_run_ahead(begun[1])
+    bench.end(begun)
+    assert bench.begin(None)[1].decodes == [decoding]
+    [choice] = prompt.choices
+    assert (choice.stage, choice.sequence.num_output) == (ChoiceStage.PREEMPTED, 1)
+
+
+def test_a_prompt_may_be_given_up_while_the_step_after_its_last_one_is_planned() -> None:
+    """Its blocks are not free before both have ended, and nothing comes of what was sampled."""
+    bench, decoding, prompt, first = behind_a_prompt()
+    second = bench.begin(first[1])
+    bench.forget(prompt)
+    assert bench.pool.num_limbo == 2
+    bench.end(first)
+    assert (bench.pool.num_limbo, prompt.choices) == (2, [])
+    third = bench.begin(second[1])
+    bench.end(second)
+    bench.end(third)
+    assert (third[1].decodes, bench.pool.num_limbo) == ([decoding], 0)
+
+
+def test_a_prompt_that_begins_alike_takes_blocks_over_while_a_step_runs() -> None:
+    bench = Ahead(num_blocks=32, memory_reserve=EAGER)
+    decoding = bench.run(request("decoding", 5))
+    first_one, other = (request(name, [*tokens("alike", 8), *tokens(name, 2)], local=True) for name in ("one", "other"))
+    bench.reserve(first_one)
+    first = bench.begin(None)
+    second = bench.begin(first[1])
+    bench.reserve(other)
+    bench.end(first)
+    assert (bench.scheduler.num_uncomputed_of(other), bench.pool.num_limbo) == (2, 2)
+    third = bench.begin(second[1])
+    assert third[1].decodes == [decoding, *first_one.choices]
+    assert [(chunk.start, chunk.end) for chunk in third[1].chunks] == [(8, 10)]
+    bench.end(second)
+    assert bench.pool.num_limbo == 0
+    bench.end(third)
+
+
+def test_decodes_that_wait_for_prompts_are_planned_behind_the_last_one() -> None:
+    bench, decoding, _, first = behind_a_prompt(prefill_priority=True)
+    assert first[1].decodes == []
+    assert bench.scheduler.may_run_ahead(first[1])
+    second = bench.begin(first[1])
+    assert second[1].decodes == [decoding]
+    bench.end(first)
+    bench.end(second)
+    assert decoding.sequence.num_output == 3
+
+
+def test_a_worker_plans_every_step_ahead_but_a_first_prompt_and_what_follows_it() -> None:
+    world = World(("d0",), run_ahead="on")
+    [site] = world.sites.values()
+    legs = []
+    for start in (11, 21, 31):
+        legs.append(world.gateway.ask(site, [start, 12, 13, 14, 15], 20))
+        world.deliver()
+        site.step(3)
+    world.run()
+    world.check_end()
+    assert [len(choice.token_ids) for leg in legs for choice in leg.ask.choices] == [25] * 3
+    assert site.engine.num_steps - site.worker._steps_ahead == 2
 
 
 def test_an_abort_before_the_engine_has_the_step_that_was_planned_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

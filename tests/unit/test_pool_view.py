@@ -12,7 +12,7 @@ import pytest
 from dispatcher_bench import D2, P2, Bench, D, P, heartbeat
 
 from common.contract.errors import Cause
-from common.contract.messages.session import Phase
+from common.contract.messages.session import Phase, Role
 from common.contract.messages.worker import Cut
 from common.contract.sampling import SamplingParams
 from common.contract.tiers import Tier
@@ -128,6 +128,22 @@ async def test_workers_say_what_they_do(bench: Bench) -> None:
     bench.lose(P)
     lost = seen(bench)["workers"][0]
     assert (lost["connected"], lost["usable"], lost["phase"], lost["prompt_tokens"]) == (False, False, None, None)
+
+
+async def test_a_worker_that_serves_and_is_not_ready_is_told_of(bench: Bench) -> None:
+    """As one whose kubelet cannot reach it, so that the list of workers says that it is not ready."""
+
+    def told() -> list[object]:
+        worker = seen(bench)["workers"][1]
+        return [worker[name] for name in ("phase", "connected", "listed", "ready", "usable")]
+
+    assert told() == ["serving", True, True, True, True]
+    bench.registry.relist(Role.DECODE, {D: False})
+    assert told() == ["serving", True, True, False, False]
+    bench.registry.relist(Role.DECODE, {D: True})
+    assert told() == ["serving", True, True, True, True]
+    bench.registry.relist(Role.DECODE, {})
+    assert told() == ["serving", True, False, True, False]
 
 
 async def test_restarts_show_in_the_view_in_what_operators_are_told_and_as_a_metric(bench: Bench) -> None:

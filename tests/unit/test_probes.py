@@ -13,6 +13,7 @@ from needs import require
 from prometheus_client.metrics_core import Metric
 
 from common.contract.messages.session import Role
+from common.engine import native
 from common.runtime import probes
 from common.runtime.probes import MAX_CONNECTIONS, ProbeServer, gauge
 
@@ -96,20 +97,20 @@ async def test_an_answer_that_nobody_reads_delays_no_end(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_worker_tells_whether_it_has_the_kernels_in_c(
+async def test_a_worker_tells_how_its_cpu_computes(
     role: Role, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require("compiler")
+    kernels = native.kernels()
+    assert kernels is not None
     without = make_checkpoint("llama", tmp_path, head_dim=20)
-    for folder, has_kernels in ((checkpoint("llama"), True), (without, False)):
+    for folder, has_kernels, by in ((checkpoint("llama"), True, kernels.instructions[0]), (without, False, "torch")):
         async with worker(role, folder) as (tested, held, *_):
             assert tested.ready()[1]["cpu_kernels"] is has_kernels
-            assert gauges(tested.metrics())["baton_cpu_kernels"] == has_kernels
-            monkeypatch.setattr(held, "cpu_kernels", None, raising=False)  # as on a GPU
-            assert tested.ready()[1]["cpu_kernels"] is None
-            assert "baton_cpu_kernels" not in gauges(tested.metrics())
-
-
-def gauges(metrics: Iterable[Metric]) -> dict[str, float]:
-    """Those without labels."""
-    return {each.name: each.samples[0].value for each in metrics if each.type == "gauge" and len(each.samples) == 1}
+            assert tested.ready()[1]["cpu_products"] == {"by": by, "widened": False}
+            (sample,) = next(each.samples for each in tested.metrics() if each.name == "baton_cpu_kernels")
+            assert (sample.value, sample.labels) == (has_kernels, {"products": by, "widened": "false"})
+            for name in ("cpu_kernels", "cpu_products"):  # as on a GPU
+                monkeypatch.setattr(held, name, None, raising=False)
+                assert tested.ready()[1][name] is None
+            assert "baton_cpu_kernels" not in [each.name for each in tested.metrics()]

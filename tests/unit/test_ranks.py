@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -12,14 +13,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import rank_worker
+import torch
 from checkpoints import make_checkpoint
 from fork_server import ForkedProcess, fork_server
 from needs import require
 from rank_worker import BLOCK_SIZE, PATIENT, PROMPT, decoded, load
+from waiting import StandingClock
 
 from common.contract.errors import OperatorError
 from common.contract.kv_layout import Fingerprint
@@ -29,10 +35,12 @@ from common.engine import ranks
 from common.engine.batch import Ints, Sample, Slice
 from common.engine.engine import Engine
 from common.engine.engine_thread import EngineThread
-from common.engine.orders import LeadingExecutor, compute_order, rows_of
+from common.engine.native.group import GroupEndedError
+from common.engine.orders import LeadingExecutor, _Order, compute_order, follow, rows_of
 from common.engine.ragged import Rows
 from common.engine.ranks import EXIT_RANK_LOST, GroupPlan, Ranks
 from common.engine.runner import ModelRunner, load_runner
+from common.runtime.clock import Pulse
 
 ELSEWHERE = list(range(20, 30))
 
@@ -46,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(
     scope="module",
     params=[
-        *((width, collectives, "cpu") for width in (2, 4) for collectives in (None, "gloo")),
+        *((width, collectives, "cpu") for width, collectives in ((2, None), (2, "gloo"), (4, None))),
         pytest.param((2, "gloo", "cuda"), marks=pytest.mark.gpu),
     ],
     ids=str,
@@ -230,10 +238,43 @@ def test_a_rank_has_its_backend_before_it_says_that_it_has_loaded(
     assert calls.read_text().split()[:2] == ["backend_on", "add"]
 
 
-def test_a_rank_that_cannot_start_ends_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_start", lambda arguments: subprocess.Popen([sys.executable, "-c", "exit(7)"]))
-    with pytest.raises(OperatorError, match="rank 1 has ended with code 7"):
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [("exit(7)", "with code 7"), ("import os; os.kill(os.getpid(), 9)", r"by signal 9 \(Killed\)")],
+    ids=["code", "signal"],
+)
+def test_a_rank_that_cannot_start_ends_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, program: str, how: str
+) -> None:
+    monkeypatch.setattr(ranks, "_start", lambda arguments: subprocess.Popen([sys.executable, "-c", program]))
+    with pytest.raises(OperatorError, match=f"rank 1 has ended {how}"):
         load(folder, 2)
+
+
+FULL_RANK = """
+import sys
+from common.engine import ranks
+
+def fails(*_):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: no room for weights")
+
+ranks.load_weights = fails
+ranks.main()
+"""
+"""A rank without memory for its part of the model."""
+
+
+@pytest.mark.processes
+def test_a_rank_without_memory_says_so_in_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "command_of", lambda module, arguments: [sys.executable, "-c", FULL_RANK, arguments])
+    with pytest.raises(OperatorError, match="rank 1 has ended with code 2"):
+        load(folder, 2)
+    told = capfd.readouterr().err
+    assert "error: rank 1: DefaultCPUAllocator: can't allocate memory: no room for weights\n" in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.processes
@@ -270,12 +311,97 @@ def test_only_rank_0_warns_of_what_a_model_lacks(
     endless = shutil.copytree(folder, tmp_path / "endless")
     config = json.loads((endless / "config.json").read_text())
     (endless / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    caplog.set_level(logging.INFO)
     for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
         (endless / name).unlink()
     load(endless, 2).close()
     warning = "names no end-of-sequence token"
     assert caplog.text.count(warning) == 1
+    assert "rank 0 has loaded its part of the model, and waits for the other ranks" in caplog.text
     assert warning not in capfd.readouterr().err
+
+
+# --- errors of a rank's device ---------------------------------------------------------------------------------------
+
+
+class Work:
+    """Something that a device is given."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        """Its end."""
+        if self.error is not None:
+            raise self.error
+
+
+def test_an_error_of_a_ranks_device_ends_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the rank waits for an order."""
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    marks: SimpleQueue[Any] = SimpleQueue()
+    for work in (Work(), Work(RuntimeError("an illegal memory access"))):
+        marks.put(work)
+    with pytest.raises(SystemExit) as ended:
+        ranks._wait_for(marks, torch.device("cpu"))
+    assert (ended.value.code, marks.empty()) == (1, True)
+    assert "an illegal memory access" in capsys.readouterr().err
+
+
+def test_a_rank_marks_the_end_of_each_order() -> None:
+    heard, marks = iter([_Order.WARM_UP, _Order.JOIN]), SimpleQueue[Any]()
+    done: list[tuple[str, int]] = []
+
+    def hear() -> Ints:
+        try:
+            return np.array([next(heard)])
+        except StopIteration:
+            raise GroupEndedError from None
+
+    executor: Any = SimpleNamespace(
+        cache=SimpleNamespace(device=torch.device("cpu")),
+        warm_up=lambda: done.append(("warm_up", marks.qsize())),
+        join=lambda: done.append(("join", marks.qsize())),
+    )
+    orders: Any = SimpleNamespace(hear=hear)
+    with pytest.raises(GroupEndedError):
+        follow(executor, orders, marks)
+    assert done == [("warm_up", 0), ("join", 1)]
+    assert marks.qsize() == 2
+
+
+FAILING_DEVICE = """
+import threading
+from queue import SimpleQueue
+
+import torch
+from common.engine import ranks
+from common.engine.host_copy import HostCopy
+
+device = torch.device("cuda", 0)
+marks = SimpleQueue()
+threading.Thread(target=ranks._wait_for, args=(marks, device), daemon=True).start()
+torch.cuda._sleep(10**9)
+torch._assert_async(torch.zeros(1, device=device))
+marks.put(HostCopy(device=device))
+threading.Event().wait()
+"""
+"""A rank that waits for an order while its device fails."""
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+def test_a_rank_whose_gpu_fails_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAILING_DEVICE], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1
+    assert "device-side assert" in ended.stderr
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -376,6 +502,47 @@ def test_a_group_that_was_stopped_as_a_whole_goes_on(worker: Worker) -> None:
         for _ in range(200):  # more than a pipe holds of those before
             assert worker.stdout.readline() == "computed\n"
         assert worker.poll() is None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("stopped", "lost_after_s"), [(True, 1.0), (False, 3.0)], ids=["frozen", "starved"])
+def test_a_rank_that_gets_no_cpu_is_not_lost_as_soon_as_one_that_is_frozen(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool, lost_after_s: float
+) -> None:
+    clock, told = StandingClock(), list[tuple[float, str]]()
+    begin_s = clock.now
+
+    class Group(Ranks):
+        def _lost(self, why: str) -> None:
+            told.append((clock.now - begin_s, why))
+            self._closing = True
+
+    class Passing(ranks._Ends):
+        def wait(self, timeout_s: float) -> None:
+            clock.now += timeout_s
+
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(ranks, "_Ends", Passing)  # not its method, which watches over other groups call
+    group = object.__new__(Group)
+    group._plan = GroupPlan(width=2, num_threads=1, pulse=Pulse())
+    group._pulses = np.ones(2, np.int64)
+    group._closing, group._ready = False, True
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"x")
+            assert process.stdout.read(1) == b"x"  # it has started, and waits for more
+            if stopped:
+                process.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            group._processes = [process]
+            group._watch()
+        finally:
+            process.kill()
+    [(after_s, why)] = told
+    assert after_s == pytest.approx(lost_after_s, abs=0.06)
+    assert ("stands still" in why) is stopped
 
 
 def test_ranks_end_with_their_worker(worker: Worker) -> None:

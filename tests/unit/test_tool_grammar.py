@@ -149,6 +149,20 @@ async def test_a_format_of_the_answer_leaves_room_for_calls(
     assert {finish_reason for *_, finish_reason in answers} == {"stop", "tool_calls"}
 
 
+async def test_a_format_leaves_room_for_reasoning_that_the_template_only_removes(
+    library_tokenizer: LLTokenizer,
+) -> None:
+    """The model itself opens it."""
+    dialect = Dialect.of(wrap(backend(), "{{ messages[0].content.split('</think>')[-1] }} assistant:"))
+    form = parse(ChatRequest, {"messages": MESSAGES, "guided_regex": "[0-9]{4}"})
+    grammar = await chat_grammar(form, dialect, dialect.tokenizer.render_chat(MESSAGES))
+    assert grammar is not None
+    for text in ("<think>well</think>\n\n1234", "1234"):
+        matcher = LLMatcher(library_tokenizer, grammar, log_level=0, limits=grammar_limits())
+        assert matcher.consume_tokens(backend().encode(text, add_special_tokens=False).ids), matcher.get_error()
+        assert matcher.is_accepting()
+
+
 async def test_tags_that_are_no_tokens(library_tokenizer: LLTokenizer) -> None:
     """Then the model spells them."""
     dialect = Dialect.of(wrap(byte_level_backend(), TEMPLATES["hermes thinking"]))

@@ -42,7 +42,7 @@ from kv_transfer.mover import (
 )
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.regions import RankPart, Region
-from kv_transfer.routes import Way
+from kv_transfer.routes import ReadRoute, Way
 from kv_transfer.transport import MAX_METADATA_BYTES, Read, ReadId, ReadState, Transport
 from kv_transfer.ucx_log import UcxLog
 from kv_transfer.zmq_source import (
@@ -871,14 +871,16 @@ def test_a_slow_connection_is_not_taken_for_a_lost_one(pair: Callable[..., Pair]
 class Watched:
     """A mover over a faulty transport, and what it told."""
 
-    def __init__(self, transport: Faulty, device: Literal["cpu", "cuda"] = "cpu") -> None:
+    def __init__(self, transport: Faulty, device: Literal["cpu", "cuda"] = "cpu", num_copies: int = 1) -> None:
+        """`num_copies` ranks hold every byte."""
         self.transport = transport
         self.ends: dict[int, str | None] = {}
         self.mismatches: list[int] = []
         self.dropped: list[int] = []
         self.fatal: list[Exception] = []
         self.polled: list[frozenset[ReadId]] = []
-        region = replace(Cache(8, 64).region, device=device)
+        region = Cache(8, 64).region
+        region = replace(region, device=device, parts=num_copies * region.parts)
         self.mover = Mover(region, lambda: transport, self._on_event, self.fatal.append)
 
     def _on_event(self, event: ReadEnded | Polled) -> None:
@@ -927,8 +929,24 @@ async def test_the_transport_is_used_on_one_thread_and_callbacks_come_on_the_loo
     assert len(watched.transport.threads) == 1
     assert threading.get_ident() not in watched.transport.threads
     assert watched.mover.num_reads_failed == 1
-    assert (watched.mover.num_blocks_read, watched.mover.num_open_reads) == (1, 0)
+    assert (watched.mover.num_bytes_read, watched.mover.num_open_reads) == (64, 0)
     assert not watched.fatal
+
+
+@pytest.mark.parametrize(("way", "num_bytes"), [(Way.RDMA, 2 * 64), (Way.ZMQ, 64)])
+async def test_what_a_source_sends_is_counted(way: Way, num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Over NIXL a head that two ranks hold comes twice."""
+    caplog.set_level(logging.INFO)
+    watched = Watched(Faulty(), num_copies=2)
+    watched.transport.routes[Incarnation("s")] = ReadRoute(way=way)
+    await watched.mover.start()
+    watched.read(1)
+    await watched.until(lambda: len(watched.transport.reads) == 1)
+    watched.transport.reads[0].finish()
+    await watched.until(lambda: 1 in watched.ends)
+    assert watched.mover.num_bytes_read == num_bytes
+    assert f"first read from s: {num_bytes} bytes" in caplog.text
+    await watched.mover.close()
 
 
 async def test_close_waits_a_little_for_reads_and_reports_every_one(
@@ -1049,7 +1067,7 @@ async def test_a_read_that_brings_other_bytes_is_told_from_one_that_does_not_end
     await watched.until(lambda: len(watched.ends) == 2)
     assert "checksum" in str(watched.ends[1])
     assert (watched.ends[2], watched.mismatches) == ("the peer is gone", [1])
-    assert (watched.mover.num_reads_failed, watched.mover.num_blocks_read) == (2, 0)
+    assert (watched.mover.num_reads_failed, watched.mover.num_bytes_read) == (2, 0)
     await watched.mover.close()
 
 

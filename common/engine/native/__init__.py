@@ -57,12 +57,14 @@ class Kernels:
             for name in ("linear", "gated", "decode", "prefill")
         }
         self._linear_rounded = _function(library, "baton_linear_rounded", *of_type["linear"])
-        instructions = _function(library, "baton_multiplies_pairs", [], i)()
-        self.multiplies_pairs = instructions > 0
+        pairs = _function(library, "baton_multiplies_pairs", [], i)()
+        self.multiplies_pairs = pairs > 0
         """Whether the CPU has instructions for products of bfloat16, for which weights, keys and values are packed in
         pairs."""
-        if instructions:
-            log.info("bfloat16 is multiplied with %s", "AMX" if instructions == 2 else "AVX-512")
+        floats = _function(library, "baton_multiplies_floats", [], ctypes.c_char_p)().decode()
+        self.instructions = (floats, ("none", "avx512_bf16", "amx")[pairs])
+        """The names of those that multiply float32, and pairs."""
+        log.info("the kernels in C multiply float32 with %s, and pairs of bfloat16 with %s", *self.instructions)
         self._add_norm = _function(library, "baton_add_norm", [p, p, p, f, n, n, p, i], None)
         self._norm_some = _function(library, "baton_norm_some", [p, p, p, p, f, n, n, n, p, i], i)
         self._unpack = _function(library, "baton_unpack", [p, n, p, n, n, n, p, i], i)

@@ -128,6 +128,6 @@ class NativeBackend(PlainProducts):
             column(samples, "temperature"),
             column(samples, "top_k"),
             column(samples, "top_p"),
-            column(samples, "min_p").log(),
+            column(samples, "min_p").double().log().float(),  # the same on every CPU
             torch.from_numpy(random_numbers(samples)),
         )

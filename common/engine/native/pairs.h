@@ -94,6 +94,18 @@ int baton_multiplies_pairs(void) {
 #endif
 }
 
+/* With what products of float32 are computed, and of what is widened to it. All CPUs with fused multiplication and
+   addition give the same bits: those of the first two do. */
+const char *baton_multiplies_floats(void) {
+#ifdef __AVX512F__
+    return "avx512";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "avx2";
+#else
+    return "other";
+#endif
+}
+
 static int multiply_pairs(const float *x, const char *rounded, long M, long K, const char *w, const float *bias,
                           float *out, long N, int threads) {
     const long blocks = blocks_of(K);

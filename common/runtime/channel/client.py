@@ -219,6 +219,7 @@ class ControlClient:
                 self._renew_connection()
             elif self.state is LinkState.GREETING:
                 self._heard_at = self._clock()
+                self._connection.tell_unanswered()
                 self._handler.on_lost(self, f"no answer for {silent_s:.1f} s", crashed=False)
                 self._renew_connection()
 

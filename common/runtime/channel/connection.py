@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_NO_SUCH_NAME = "%s cannot be looked up: %r"
 _LOOK_UP_PAUSE_S = 1.0
 """Pause before the name of a worker to which there is no connection is looked up again."""
 
@@ -49,8 +50,8 @@ class Connection:
         self._unconnected = asyncio.Event()
         """Set while there is no connection, as far as ZeroMQ knows."""
         self._unconnected.set()
-        self._told = False
-        """Whether it was logged, since the last connection that was good, why there is none."""
+        self._told: set[str] = set()
+        """Reasons, logged since the last connection that was good, why there is none."""
         self._endpoint: str | None = None
         """What to connect to; None until it is known."""
         self._socket = context.socket(zmq.DEALER)
@@ -109,6 +110,11 @@ class Connection:
             self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)
 
+    def tell_unanswered(self) -> None:
+        """Log that there is no connection, unless there is one, or a reason for its absence was logged."""
+        if self._unconnected.is_set() and self._endpoint is not None and not self._told:
+            self._tell("no connection with %s: nothing answers there yet", self.address)
+
     async def _watch(self, on_broken: Callable[[], None]) -> None:
         while True:
             event = (await recv_monitor_message(self._monitor))["event"]
@@ -118,7 +124,7 @@ class Connection:
                 self._unconnected.set()
                 on_broken()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._told = False
+                self._told.clear()
             else:
                 self._tell("%s breaks the handshake off: it may have no --curve-keys, or others", self.address)
 
@@ -131,17 +137,18 @@ class Connection:
             try:
                 found = await self._resolver.find(host)
             except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one
-                self._tell("%s cannot be looked up: %r", host, error)
+                self._tell(_NO_SUCH_NAME, host, error)
             else:
+                self._told.discard(_NO_SUCH_NAME)
                 has_connected = self.needed and not self._unconnected.is_set()
                 if not has_connected and self._connect(f"{found}:{port}"):
                     on_found()
             await asyncio.sleep(_LOOK_UP_PAUSE_S)
 
     def _tell(self, what: str, *about: object) -> None:
-        """Log why there is no connection, once until there is one."""
-        if not self._told:
-            self._told = True
+        """Log why there is no connection: each reason once until there is one."""
+        if what not in self._told:
+            self._told.add(what)
             log.warning(what, *about)
 
     def _connect(self, endpoint: str) -> bool:

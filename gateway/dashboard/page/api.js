@@ -57,7 +57,7 @@ export async function stream(path, body, signal) {
   return events(response);
 }
 
-/** The server-sent events of a response: `{name, data}`, data as text. Leaving the loop closes the connection. */
+/** The data of a response's server-sent events, as text. Leaving the loop closes the connection. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = '';
@@ -68,12 +68,9 @@ export async function* events(response) {
       const parts = (rest + value).split('\n\n');
       rest = parts.pop();
       for (const part of parts) {
-        const event = { name: 'message', data: '' };
-        for (const line of part.split('\n')) {
-          if (line.startsWith('data: ')) event.data += line.slice(6);
-          else if (line.startsWith('event: ')) event.name = line.slice(7);
-        }
-        yield event;
+        let data = '';
+        for (const line of part.split('\n')) if (line.startsWith('data: ')) data += line.slice(6);
+        yield data;
       }
     }
   } finally {
@@ -83,10 +80,10 @@ export async function* events(response) {
 
 /** The pieces of an answer: `{text, reasoning, finishReason, usage}`. Throws `ApiError` when it breaks off. */
 export async function* pieces(chatEvents) {
-  for await (const { name, data } of chatEvents) {
-    if (name === 'error') throw new ApiError(200, JSON.parse(data).error);
+  for await (const data of chatEvents) {
     if (data === '[DONE]') return;
     const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(200, chunk.error);
     const choice = chunk.choices[0];
     yield {
       text: choice?.delta?.content ?? '',

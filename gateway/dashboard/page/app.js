@@ -46,10 +46,10 @@ async function watch() {
     const leave = () => document.hidden && controller.abort();
     document.addEventListener('visibilitychange', leave);
     try {
-      for await (const event of events(await request('/pools/events', { signal: controller.signal }))) {
+      for await (const data of events(await request('/pools/events', { signal: controller.signal }))) {
         feedState('live', 'live');
         waitMs = FIRST_WAIT_MS;
-        show(JSON.parse(event.data));
+        show(JSON.parse(data));
       }
       feedState('waiting', 'reconnecting');
     } catch (error) {

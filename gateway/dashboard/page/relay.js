@@ -142,14 +142,15 @@ function describeDrain(role, numOthers) {
 }
 
 const STATES = {
-  serving: '●', draining: '◐', drained: '○', joining: '◌', stalled: '!', refused: '×', lost: '×',
+  serving: '●', draining: '◐', drained: '○', joining: '◌', 'not ready': '◌', stalled: '!', refused: '×', lost: '×',
 };
 
 function stateOf(worker) {
   if (worker.refused !== null) return 'refused';
   if (!worker.connected) return 'lost';
   if (worker.stalled) return 'stalled';
-  return worker.phase ?? 'joining';
+  const phase = worker.phase ?? 'joining';
+  return phase === 'serving' && !(worker.listed && worker.ready) ? 'not ready' : phase;
 }
 
 /** One worker: its state, its track with the requests there, its load. */
