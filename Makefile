@@ -22,10 +22,10 @@ serve: $(STAMP)
 	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --latency $(LATENCY) \
 	  --prefill-tp $(PREFILL_TP) --decode-tp $(DECODE_TP) --port $(PORT)
 
-# Files are dealt out, in this order, to processes with one core each: what takes longest comes first. In `make test` a
-# third one has what the others leave of two cores: tests of real processes wait for half of their time, for heartbeats
-# and restarts, and others wait for programs and time limits. When one of them crashes, the run goes on without it and
-# names the test: with another in its place it may never end.
+# Files are dealt out, in the order of tests/file_order.py, to processes with one core each. In `make test` a third one
+# has what the others leave of two cores: tests of real processes wait for half of their time, for heartbeats and
+# restarts, and others wait for programs and time limits. When one of them crashes, the run goes on without it and names
+# the test: with another in its place it may never end.
 DEALT := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 unit test: export OMP_NUM_THREADS := 1
@@ -35,8 +35,8 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(DEALT) -m "not gpu and not processes and not long" tests/property tests/unit
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 $(DEALT) -m "not gpu" tests/kernels tests/parity tests/model tests/property tests/unit
-	$(BIN)/python -m pytest -n 3 $(DEALT) --durations 15 -m "not gpu and not chaos and not widths" tests/chaos tests/e2e
+	$(BIN)/python -m pytest -n 3 $(DEALT) --durations 25 -m "not gpu and not chaos and not widths" \
+	  tests/chaos tests/e2e tests/kernels tests/parity tests/model tests/property tests/unit
 	@$(BIN)/python tests/needs.py
 
 chaos: $(STAMP)

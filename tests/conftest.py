@@ -11,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from checkpoints import make_checkpoint
+from file_order import pytest_collection_modifyitems
 from skips import pytest_make_collect_report, pytest_runtest_makereport
 
 collect_ignore = ["clients"]
@@ -28,6 +29,7 @@ __all__ = [
     "checkpoint",
     "limit_of_files_restored",
     "pytest_collection",
+    "pytest_collection_modifyitems",
     "pytest_make_collect_report",
     "pytest_runtest_makereport",
 ]

@@ -22,13 +22,21 @@ _numbers = itertools.count()
 class Stack:
     """A running `baton serve`."""
 
-    def __init__(self, *options: str, wait: bool = True, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *options: str,
+        wait: bool = True,
+        variables: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """With variables of its own, and in a folder, from which the first process imports nothing."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "UCX_"))}
         self.mark = f"STACK={next(_numbers)}-of-{os.getpid()}"
         environment |= dict([self.mark.split("=")]) | dict(variables or {})
         self.shared_memory = set(os.listdir("/dev/shm"))
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "common.runtime.cli", "serve", "--port", "0", *options],
+            [sys.executable, *(["-P"] if folder else []), "-m", "common.runtime.cli", "serve", "--port", "0", *options],
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,

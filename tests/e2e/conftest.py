@@ -23,37 +23,8 @@ _WIRES: dict[str, Any] = {
     "nixl-tcp": {"options": _OPTIONS, "env": {"UCX_TLS": "^sm,ib"}},
 }
 
-
-_LONG = (
-    "test_restarts.py",
-    "test_cells.py",
-    "test_serve.py",
-    "test_speculation.py",
-    "test_dashboard_page.py",
-    "test_widths.py",
-    "test_startup.py",
-    "test_transport_processes.py",
-    "test_drawn_requests.py",
-    "test_exposure.py",
-    "test_gpu_stack_benchmark.py",
-    "test_hostile_input.py",
-    "test_waterfall.py",
-    "test_dashboard_chat.py",
-    "test_prefix_pulls.py",
-    "test_drain.py",
-    "test_tool_calls.py",
-    "test_handoff.py",
-    "test_memory_pressure.py",
-    "test_profiles.py",
-)
-"""Files that take long, the longest first: none of them should be the last one of all."""
 _SHARED = {"llama", *_WIRES, "small decode"}
 """Pools that tests of several files use."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first."""
-    items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
 
 
 def _end(pools: list[Workers]) -> None:
@@ -66,9 +37,9 @@ def _end(pools: list[Workers]) -> None:
     assert not stuck, stuck
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pools() -> Iterator[dict[str, Workers]]:
-    """Every pool that runs, ended when the session ends."""
+    """Every pool that runs, ended when a process goes on to files of another folder."""
     started: dict[str, Workers] = {}
     yield started
     _end(list(started.values()))
@@ -110,7 +81,7 @@ def main_pool(pool: Callable[..., Workers]) -> Workers:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gateways(pools: dict[str, Workers]) -> Iterator[tuple[ExitStack, list[Process]]]:
     """The gateway of the main pool, once it was started, and what ends it, before the pools."""
     with ExitStack() as stack:

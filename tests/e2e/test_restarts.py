@@ -39,7 +39,7 @@ def bodies(number: int = NUM_REQUESTS) -> list[dict[str, Any]]:
     return [
         {
             "prompt": prompt(1000 + index, (40, 150, 400)[index % 3]),
-            "max_tokens": 600,
+            "max_tokens": 400,
             "ignore_eos": True,
             "logprobs": 0,
             "stream": index % 4 != 0,
@@ -249,7 +249,12 @@ def answers(checkpoint: Callable[[str], Path]) -> Iterator[Answers]:
     assert "Traceback" not in log, log
     if "RESTART_RECORD" in os.environ:
         command = f"RESTART_REQUESTS={NUM_REQUESTS} RESTART_RECORD=1 python -m pytest tests/e2e/test_restarts.py"
-        workload = {"requests": NUM_REQUESTS, "stack": "2 prefill workers, 2 decode workers", "model": "llama, random"}
+        workload = {
+            "requests": NUM_REQUESTS,
+            "stack": "2 prefill workers, 2 decode workers",
+            "model": "llama, random",
+            "max_tokens": 400,
+        }
         record("restarts", workload=workload, figures={"cases": made.cases}, seed=1000, command=command)
 
 

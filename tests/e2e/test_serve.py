@@ -419,8 +419,13 @@ def test_it_hands_over_and_counts_the_first_request_ends_cleanly_and_leaves_noth
         wait_until(lambda: set(os.listdir("/dev/shm")) <= stack.shared_memory, "shared memory is left")
 
 
-def test_with_restart_never_a_worker_that_dies_ends_the_stack_with_its_name() -> None:
-    with Stack("--restart", "never", "--prefill", "0") as stack:
+def test_with_restart_never_a_worker_that_dies_ends_the_stack_with_its_name(tmp_path: Path) -> None:
+    """And no process imports what lies in the current folder: they have the operator's tokens."""
+    for name in ("common", "gateway", "decode_worker", "numpy", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    options = ("--restart", "never", "--prefill", "0", "--device", "cpu", "--transport", "zmq")
+    with Stack(*options, variables={"PYTHONPATH": os.getcwd()}, folder=tmp_path) as stack:
+        assert stack.ready.startswith("ready"), stack.wait()
         for pid in stack.children():
             if b"decode_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from fork_server import environment
 from stack import Workers, answer, generation, run_forked
 
 from common.contract.errors import Cause, FingerprintMismatchError
@@ -98,27 +97,6 @@ def allowed_of(thread: int) -> set[int] | None:
         return os.sched_getaffinity(thread)
     except ProcessLookupError:
         return None
-
-
-def test_a_stack_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
-    """Whatever lies there: its processes have the operator's tokens."""
-    for name in ("common", "gateway", "decode_worker", "numpy", "random"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
-    command = [sys.executable, "-P", "-m", "common.runtime.cli", "serve", "--port", "0", "--prefill", "0"]
-    with subprocess.Popen(
-        [*command, "--device", "cpu", "--transport", "zmq"],
-        cwd=tmp_path,
-        env=environment({"PYTHONPATH": os.getcwd()}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as stack:
-        assert stack.stdout is not None
-        said = stack.stdout.readline()
-        stack.send_signal(signal.SIGTERM)
-        _, log = stack.communicate(timeout=60)
-    assert said.startswith("ready"), log
-    assert stack.returncode == 0, log
 
 
 @pytest.mark.parametrize("before", [None, "glibc.malloc.hugetlb=0"])

@@ -246,7 +246,7 @@ def test_a_sequence_goes_on_as_if_it_had_stayed(data: st.DataObject, num_events:
 def test_many_long_journeys() -> None:
     """Deeper than the runs that can be shrunk; a failure names the seed."""
     num_moved = num_begun_again = num_preempted = num_with_grammar = 0
-    for seed in range(50):
+    for seed in range(30):
         try:
             world = play(Random(seed).choice, 400)
         except Exception as error:
@@ -258,7 +258,7 @@ def test_many_long_journeys() -> None:
         num_preempted += sum(
             scheduler.swap.num_swapped + scheduler.preemption.num_recomputed for scheduler in schedulers
         )
-    assert num_moved > 50, f"only {num_moved} sequences have moved: the runs show nothing"
-    assert num_with_grammar > 5, f"only {num_with_grammar} of them had a grammar"
-    assert num_begun_again > 10, f"only {num_begun_again} were begun again"
-    assert num_preempted > 5, f"only {num_preempted} were preempted"
+    assert num_moved > 30, f"only {num_moved} sequences have moved: the runs show nothing"
+    assert num_with_grammar > 3, f"only {num_with_grammar} of them had a grammar"
+    assert num_begun_again > 6, f"only {num_begun_again} were begun again"
+    assert num_preempted > 3, f"only {num_preempted} were preempted"

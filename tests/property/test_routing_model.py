@@ -299,5 +299,5 @@ class RoutingMachine(RuleBasedStateMachine):
         self.look()
 
 
-RoutingMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+RoutingMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 TestRouting = RoutingMachine.TestCase

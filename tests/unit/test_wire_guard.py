@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from stack import run_forked
 
 from common.contract.errors import OperatorError
 from common.runtime.config import DecodeSettings
@@ -53,14 +51,8 @@ def test_everything_else_is_accepted(device: str, value: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_ends_before_it_loads_anything(role: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", f"{role}_worker", "--device", "cuda", "--model", "/no/such/model"],
-        env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    options = ["--device", "cuda", "--model", "/no/such/model"]
+    ended = run_forked(f"{role}_worker", options, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     assert ended.returncode != 0
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -205,13 +197,7 @@ def test_a_device_that_the_worker_chooses_is_asked_about_before_anything_is_load
 def test_a_worker_whose_blocks_cannot_be_moved_ends_before_it_loads_anything(
     role: str, options: list[str], why: str
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", f"{role}_worker", *options, "--transport", "zmq", "--model", "/no/such/model"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = run_forked(f"{role}_worker", [*options, "--transport", "zmq", "--model", "/no/such/model"])
     assert ended.returncode != 0
     assert why in ended.stderr
     assert "Traceback" not in ended.stderr

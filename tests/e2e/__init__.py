@@ -1,0 +1,1 @@
+"""Real processes, sockets and transports, and a real, tiny model."""
