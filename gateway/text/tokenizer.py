@@ -113,7 +113,7 @@ class ModelTokenizer:
         """Special tokens that have text only because they are stop strings: none."""
         self._rendering_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         specials = [token.content for token in added.values() if token.special]
-        self._marker = Marker(specials)
+        self._marker = Marker(specials)  # `_turns` renders conversations with it
         self._marker = Marker([*specials, *self._turns()])
         self._marking: Any = None
         """The backend that has the mark as a token. It is made here because all other threads wait for a copy."""
@@ -313,7 +313,7 @@ class ModelTokenizer:
 
     def _turns(self) -> list[str]:
         """The added tokens that are not called special, but open or close parts of a conversation: the chat template
-        writes them around messages."""
+        writes them around messages of users and assistants."""
         written: set[int] = set()
         for roles in (("user", "assistant", "user"), ("system", "user")):
             with contextlib.suppress(ChatTemplateError):
