@@ -18,6 +18,7 @@ _CASES = (
     "15m-bfloat16-sharegpt",
     "15m-float32-sharegpt",
     "0.5b-bfloat16-fixed",
+    "0.5b-bfloat16-fixed-baton-pair-vllm-pair",
     "0.5b-bfloat16-fixed-baton-colocated-vllm-single",
     "0.5b-float32-fixed",
     "0.5b-float32-fixed-baton-pair-vllm-pair",
