@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.runtime.memory_files import memory_file
 from kv_transfer.routes import ReadRoute, Way, way_of
 
 MAX_TABLES = 1024
@@ -142,7 +143,7 @@ class UcxLog:
 def ucx_log() -> UcxLog:
     """The log of UCX in this process. It must be asked for before UCX is loaded."""
     theirs = os.environ.get(_FILE_VARIABLE) or os.environ.get(_TABLES_VARIABLE)
-    return UcxLog(None if theirs or _library() is not None else os.memfd_create("ucx-log"), _flush)
+    return UcxLog(None if theirs or _library() is not None else memory_file("ucx-log"), _flush)
 
 
 _asking = threading.Lock()

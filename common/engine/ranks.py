@@ -54,6 +54,7 @@ from common.engine.shard import Shard
 from common.engine.weights import load_weights
 from common.runtime.clock import Pulse
 from common.runtime.lifecycle import command_of, end_with_parent
+from common.runtime.memory_files import memory_file
 
 log = logging.getLogger(__name__)
 
@@ -301,7 +302,8 @@ class _Ends:
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self._poll = select.poll()
-        with contextlib.suppress(OSError):  # a sandbox may lack them: then an end is seen a little later
+        # A sandbox, or a Python that was built for an old kernel, may lack them: then an end is seen a little later.
+        with contextlib.suppress(OSError, AttributeError):
             for process in processes:
                 self._poll.register(os.pidfd_open(process.pid), select.POLLIN)
 
@@ -319,7 +321,7 @@ def _start(arguments: _RankArguments) -> subprocess.Popen[bytes]:
 
 
 def _memory_file(name: str, num_bytes: int) -> int:
-    file = os.memfd_create(f"baton-{name}", os.MFD_CLOEXEC)
+    file = memory_file(f"baton-{name}")
     os.ftruncate(file, num_bytes)
     return file
 

@@ -8,15 +8,18 @@ is freed, unless it is at the end of a heap.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Mapping
 
 _TUNABLE = "glibc.malloc.hugetlb"
+_USUAL_PAGE = 4096
 
 
 def with_large_pages(environ: Mapping[str, str]) -> dict[str, str]:
-    """These variables, with one that asks for large pages unless they already say whether `malloc` gives them."""
+    """These variables, with one that asks for large pages unless they already say whether `malloc` gives them. Where a
+    usual page has more than 4 KiB, as on some ARM systems, none asks: a large one may have 512 MiB."""
     tunables = environ.get("GLIBC_TUNABLES", "")
-    if _TUNABLE in tunables:
+    if _TUNABLE in tunables or mmap.PAGESIZE > _USUAL_PAGE:
         return dict(environ)
     return {**environ, "GLIBC_TUNABLES": f"{tunables}:{_TUNABLE}=1".removeprefix(":")}
 

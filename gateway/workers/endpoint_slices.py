@@ -47,6 +47,7 @@ async def open_api(namespace: str | None) -> tuple[client.ApiClient, str]:
     configuration (`KUBECONFIG`). The default namespace is the pod's own, elsewhere `default`. Raises `OperatorError`.
     """
     settings = client.Configuration()
+    settings.disable_strict_ssl_verification = True  # from Python 3.13 on it refuses CAs without key identifiers (EKS)
     own, in_pod = "default", "KUBERNETES_SERVICE_HOST" in os.environ
     try:
         if in_pod:

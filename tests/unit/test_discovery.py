@@ -238,6 +238,24 @@ async def test_in_a_pod_the_api_server_is_asked_past_a_proxy(
                         await source.list_once()
 
 
+async def test_a_ca_without_key_identifiers_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As EKS makes them. The contexts of Python 3.13 and later are strict, and refuse them."""
+
+    async def load(client_configuration: Configuration) -> None:
+        client_configuration.host = "https://127.0.0.1"
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    monkeypatch.setattr(ssl, "create_default_context", lambda **_: context)
+    monkeypatch.setattr(config, "load_kube_config", load)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    opened, _ = await endpoint_slices.open_api(None)
+    await opened.close()
+    assert not context.verify_flags & ssl.VERIFY_X509_STRICT
+    assert context.check_hostname
+    assert context.verify_mode is ssl.CERT_REQUIRED
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------
 
 

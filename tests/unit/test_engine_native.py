@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -973,6 +975,27 @@ def test_a_cpu_without_avx_has_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert (made.linear(x, pack(weight), None, 32).double() - expected).norm() < 1e-5 * expected.norm()
 
 
+def disassembled(compiled: Path, *options: str) -> str:
+    command = ["objdump", *options, "--no-show-raw-insn", str(compiled)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the compiler compiles for other CPUs")
+def test_without_avx_the_sums_of_a_tile_are_in_registers(tmp_path: Path) -> None:
+    """In vectors wider than a register they would be in memory, and a half of the instructions would use the stack."""
+    require("compiler")
+    tile, others, _ = library._SOURCE.read_text().partition("TILE_OF(tile_bfloat16")
+    assert others, "the tiles of other types follow"
+    source, compiled = tmp_path / "tile.c", tmp_path / "tile.so"
+    source.write_text(f"{tile}\nvoid *const kept = tile_float32;\n")
+    flags = (*library._FLAGS, "-march=x86-64-v2", f"-I{library._SOURCE.parent}")
+    subprocess.run(["cc", *flags, "-o", compiled, source], capture_output=True, check=True, timeout=60)
+    instructions = re.findall(r"^ .*", disassembled(compiled, "--disassemble=tile_float32"), re.MULTILINE)
+    assert len(instructions) > 1000
+    assert sum("(%rsp" in each for each in instructions) < len(instructions) / 3
+
+
 @pytest.mark.processes
 def test_no_wider_instructions_are_used_than_onednn_may_use(
     kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -984,8 +1007,7 @@ def test_no_wider_instructions_are_used_than_onednn_may_use(
     assert not limited.multiplies_pairs
     assert limited.instructions == ("avx2", "none")
     (kept,) = (tmp_path / "baton").iterdir()
-    objdump = ["objdump", "--disassemble", "--no-show-raw-insn", str(kept)]
-    told = subprocess.run(objdump, capture_output=True, text=True, check=True, timeout=60).stdout
+    told = disassembled(kept, "--disassemble")
     assert "%ymm" in told
     assert "%zmm" not in told, "registers of AVX-512"
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,8 +20,16 @@ from common.runtime.malloc import give_memory_back, with_large_pages
         ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
     ],
 )
-def test_what_the_operator_says_stays(before: Mapping[str, str], after: str) -> None:
+def test_what_the_operator_says_stays(before: Mapping[str, str], after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", 4096)
     assert with_large_pages({"A": "b", **before}) == {"A": "b", "GLIBC_TUNABLES": after}
+
+
+def test_where_usual_pages_are_larger_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 64 KiB, as in systems for ARM, a large one has 512 MiB."""
+    monkeypatch.setattr(mmap, "PAGESIZE", 65536)
+    for before in ({"A": "b"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}):
+        assert with_large_pages(before) == before
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="it is glibc that keeps what is freed")

@@ -545,6 +545,17 @@ def test_a_rank_that_gets_no_cpu_is_not_lost_as_soon_as_one_that_is_frozen(
     assert ("stands still" in why) is stopped
 
 
+@pytest.mark.processes
+def test_a_python_that_was_built_for_an_old_system_has_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in ("memfd_create", "pidfd_open"):
+        monkeypatch.delattr(os, call)
+    file = ranks._memory_file("test", 5)
+    assert os.fstat(file).st_size == 5
+    os.close(file)
+    with subprocess.Popen(["true"]) as process:
+        ranks._Ends([process]).wait(0)
+
+
 def test_ranks_end_with_their_worker(worker: Worker) -> None:
     [rank] = children(worker.pid)
     worker.kill()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.contract.ids import new_incarnation
-from kv_transfer import nixl_transport
+from kv_transfer import nixl_transport, ucx_log
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.regions import RankPart, Region
 from kv_transfer.routes import ReadRoute, Way, way_of
@@ -249,6 +249,16 @@ def test_a_log_that_goes_elsewhere_tells_nothing() -> None:
     told.drain()
     assert not told.heard
     assert told.route(AGENT, (MIB,), "cpu") == ReadRoute()
+
+
+def test_a_python_that_was_built_for_an_old_libc_has_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    for variable in ("UCX_LOG_FILE", "UCX_PROTO_INFO"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(ucx_log, "_library", lambda: None)  # UCX may be loaded in this process
+    told = ucx_log.ucx_log.__wrapped__()
+    assert told._file is not None
+    os.close(told._file)
 
 
 @pytest.mark.processes

@@ -52,8 +52,9 @@ static void wait_for_others(long round) {
 }
 
 static void take_units(void) {
-    long unit;
-    while ((unit = atomic_fetch_add(&crew.next, 1)) < atomic_load(&crew.units)) {
+    for (;;) {
+        const long unit = atomic_fetch_add(&crew.next, 1); /* `units`, which is stored first, is read last */
+        if (unit >= atomic_load(&crew.units)) return;
         if (atomic_load(&crew.run)(atomic_load(&crew.job), unit)) atomic_store(&crew.failed, 1);
         atomic_fetch_add(&crew.done, 1);
     }

@@ -138,13 +138,18 @@ static float *grown(struct room *room, long size) {
 
 static float *room_for(long size) { return grown(&scratch, size); }
 
-/* A panel's 16 numbers are one vector, or two. */
+/* A panel's 16 numbers are one vector, or two. A tile's sums are in vectors of a register's width: the compiler would
+   keep wider ones in memory. */
 #ifdef __AVX512F__
 #include <immintrin.h>
 typedef float lane __attribute__((vector_size(64)));
+typedef lane reg;
 #define LARGE_TILES
+#elif defined(__AVX__)
+typedef v8 lane, reg;
 #else
 typedef v8 lane;
+typedef float reg __attribute__((vector_size(16)));
 #endif
 /* Most rows of a tile, and panels of a tile of many rows: as many as the registers hold. Then most bytes of a panel that
    are prefetched before their use, and of the panels of a single row, of which a core itself reads long ones ahead: as
@@ -155,38 +160,43 @@ enum { TILE = 10, BESIDE = 2, PANEL_BYTES = 1 << 19, SHORT_BYTES = 1 << 17 };
 enum { TILE = 6, BESIDE = 1, PANEL_BYTES = 1 << 17, SHORT_BYTES = 0 };
 #endif
 enum { LANE = sizeof(lane) / 4, LANES = PANEL / LANE, TILE_SIZE = TILE * PANEL * BESIDE };
+enum { REG = sizeof(reg) / 4, REGS = PANEL / REG };
 
-INLINE void load_panel(const char *p, int type, lane *parts) {
+INLINE void load_panel(const char *p, int type, reg *parts) {
     if (type == PAIRS) type = F32; /* 16 words */
 #ifdef __AVX512F__
     if (type == F32) {
-        memcpy(parts, p, sizeof(lane));
+        memcpy(parts, p, sizeof(reg));
     } else {
         v8 low, high;
         load_pair(p, type, &low, &high);
-        *parts = (lane)_mm512_insertf64x4(_mm512_castpd256_pd512((__m256d)low), (__m256d)high, 1);
+        *parts = (reg)_mm512_insertf64x4(_mm512_castpd256_pd512((__m256d)low), (__m256d)high, 1);
     }
-#else
+#elif defined(__AVX__)
     load_pair(p, type, parts, parts + 1);
+#else
+    v8 both[2];
+    load_pair(p, type, both, both + 1);
+    UNROLL for (int i = 0; i < REGS; i++) memcpy(parts + i, (char *)both + i * sizeof(reg), sizeof(reg));
 #endif
 }
 
 /* sum + x * parts. Of PAIRS, x and each of the parts are two bf16 numbers, whose upper product is added first, as
    VDPBF16PS does it. */
-INLINE lane add_product(int type, lane sum, float x, lane parts) {
+INLINE reg add_product(int type, reg sum, float x, reg parts) {
     if (type != PAIRS) return sum + x * parts;
 #ifdef __AVX512BF16__
-    return (lane)_mm512_dpbf16_ps((__m512)sum, (__m512bh)parts, (__m512bh)_mm512_set1_ps(x));
+    return (reg)_mm512_dpbf16_ps((__m512)sum, (__m512bh)parts, (__m512bh)_mm512_set1_ps(x));
 #else
-    typedef uint32_t words __attribute__((vector_size(sizeof(lane))));
+    typedef uint32_t words __attribute__((vector_size(sizeof(reg))));
     uint32_t pair;
     memcpy(&pair, &x, sizeof(pair));
     const uint32_t halves[2] = {pair & 0xffff0000, pair << 16};
     float upper, lower;
     memcpy(&upper, halves, 4);
     memcpy(&lower, halves + 1, 4);
-    sum += upper * (lane)((words)parts & 0xffff0000);
-    return sum + lower * (lane)((words)parts << 16);
+    sum += upper * (reg)((words)parts & 0xffff0000);
+    return sum + lower * (reg)((words)parts << 16);
 #endif
 }
 
@@ -227,14 +237,14 @@ INLINE long in_steps(long k) { return (k & ~15L) + 32 + (k * 13 & 15); }
    is NULL. */
 INLINE void tile(int rows, int panels, int type, const float *x, long K, const char *w, long row_bytes,
                  long panel_bytes, struct ahead *ahead, int fresh, const float *bias, float *out, long stride) {
-    const int lanes = LANES * panels;
+    const int regs = REGS * panels;
     const char *next[STREAMS];
     for (int i = 0; i < STREAMS; i++) next[i] = ahead->at[i];
-    lane held[TILE][LANES * GROUP];
+    reg held[TILE][REGS * GROUP];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int i = 0; i < lanes; i++) {
-            held[r][i] = (lane){0};
-            if (!fresh) memcpy(&held[r][i], out + r * stride + i * LANE, sizeof(lane));
+        UNROLL for (int i = 0; i < regs; i++) {
+            held[r][i] = (reg){0};
+            if (!fresh) memcpy(&held[r][i], out + r * stride + i * REG, sizeof(reg));
         }
     if (!fresh && rows > 2)
         UNROLL for (int r = 0; r < rows; r++)
@@ -249,21 +259,21 @@ INLINE void tile(int rows, int panels, int type, const float *x, long K, const c
                 UNROLL for (int i = 0; i + 1 < STREAMS; i++) next[i] = next[i + 1];
                 next[STREAMS - 1] = first + ahead->pace;
             }
-            lane parts[LANES];
+            reg parts[REGS];
             load_panel(w + p * panel_bytes, type, parts);
-            UNROLL for (int i = 0; i < LANES; i++)
+            UNROLL for (int i = 0; i < REGS; i++)
                 if (rows > 2) HOLD(parts[i]);
             UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int i = 0; i < LANES; i++)
-                    held[r][p * LANES + i] = add_product(type, held[r][p * LANES + i], x[r], parts[i]);
+                UNROLL for (int i = 0; i < REGS; i++)
+                    held[r][p * REGS + i] = add_product(type, held[r][p * REGS + i], x[r], parts[i]);
         }
     UNROLL for (int i = 0; i < STREAMS; i++) ahead->at[i] = next[i];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int i = 0; i < lanes; i++) {
-            lane more = {0};
-            if (bias) memcpy(&more, bias + i * LANE, sizeof(lane));
+        UNROLL for (int i = 0; i < regs; i++) {
+            reg more = {0};
+            if (bias) memcpy(&more, bias + i * REG, sizeof(reg));
             if (bias) held[r][i] += more;
-            memcpy(out + r * stride + i * LANE, &held[r][i], sizeof(lane));
+            memcpy(out + r * stride + i * REG, &held[r][i], sizeof(reg));
         }
 }
 
