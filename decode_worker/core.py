@@ -190,6 +190,8 @@ class DecodeCore:
             return
         known = self.book.find(work.request)
         if known is not None:
+            if known.state is not RequestState.FINISHED:  # else it is counted
+                self.front.count(Cause.SUPERSEDED)
             self.book.forget(known, "a newer attempt arrived")
         refusal = self._refusal(work)
         if refusal is not None:

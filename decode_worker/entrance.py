@@ -85,7 +85,8 @@ class Entrance:
         request.enter(RequestEvent.WANT)
         self.look_up(request)
         num_tokens = 0 if request.pull is not None else len(work.token_ids)
-        deadline = due_at(request.arrived, self._policy.ttft_target_s(work.tier), num_tokens, self._costs)
+        work_s = self._costs.compute_s(0, num_tokens)
+        deadline = due_at(request.arrived, self._policy.ttft_target_s(work.tier), work_s)
         self.waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
         self._look_again = True
 

@@ -68,7 +68,7 @@ class LocalPrompts:
         """Compute the tokens from `num_computed` on: those of a preempted sequence, or (without one) of the request's
         prompt. It ages from `now` on."""
         rank, order = request.work.tier.rank, request.order if choice is None else choice.order
-        urgency = (rank, self._due_at(request, len(token_ids) - num_computed), order)
+        urgency = (rank, self._due_at(request, num_computed, len(token_ids)), order)
         prompt = LocalPrompt(request, choice, token_ids, num_computed, block_table, urgency, ages_from=now)
         if choice is None:
             self.of_requests[request] = prompt
@@ -102,17 +102,19 @@ class LocalPrompts:
             share, whole = self._tokens_of(_SHARE * target_s, most), self._tokens_of(target_s, most)
             beside_s, enough = costs.decode_s, costs.decode_s / token_s if token_s else most
         else:
-            most = share = whole = costs.tokens_within(self._newcomer_s, _LEAST_ALONE, most)
+            within = chunks.num_within(self._newcomer_s - costs.step_s, costs, most, most)
+            most = share = whole = min(most, max(_LEAST_ALONE, within))
             beside_s, enough = costs.step_s, costs.enough_tokens
         first = chunks.num_up_to_end(max(_LEAST_TOKENS, enough), most, now)
         first = min(max(_LEAST_TOKENS, first), share)
 
         def needed(prompts: Iterable[LocalPrompt], at_most: int) -> int:
             """Tokens of each step, at most so many, with which every prompt is in time after those before it."""
-            least, num_uncomputed = 0.0, 0
+            least, num_uncomputed, work_s = 0.0, 0, 0.0
             for each in prompts:
                 num_uncomputed += each.num_uncomputed
-                spare_s = each.urgency[1] - now - num_uncomputed * token_s
+                work_s += costs.compute_s(each.num_computed, len(each.token_ids))
+                spare_s = each.urgency[1] - now - work_s
                 if spare_s * at_most <= num_uncomputed * beside_s:
                     return at_most
                 least = max(least, num_uncomputed * beside_s / spare_s)
@@ -137,8 +139,8 @@ class LocalPrompts:
 
     def _tokens_of(self, step_s: float, most: int) -> int:
         """Prompt tokens, at most `most`, of a step with decodes that should take `step_s`."""
-        prompts_s, token_s = _beside(self._costs.decode_s, step_s), self._costs.prefill_s_per_token
-        return most if prompts_s >= most * token_s else min(most, max(_LEAST_TOKENS, int(prompts_s / token_s)))
+        prompts_s = _beside(self._costs.decode_s, step_s)
+        return min(most, max(_LEAST_TOKENS, self._chunks.num_within(prompts_s, self._costs, most, most)))
 
     def plan(
         self, budget: int, now: float, permitted: Callable[[LocalPrompt], bool] | None
@@ -158,7 +160,8 @@ class LocalPrompts:
         self._chunks.remove(prompt)
         prompt.block_table, prompt.num_computed = block_table, num_computed
         rank, due_at_s, order = prompt.urgency
-        prompt.urgency = (rank, min(due_at_s, self._due_at(prompt.request, prompt.num_uncomputed)), order)
+        due_at_s = min(due_at_s, self._due_at(prompt.request, num_computed, len(prompt.token_ids)))
+        prompt.urgency = (rank, due_at_s, order)
         self._chunks.add(prompt, prompt.ages_from)
 
     def step_done(self, chunks: Sequence[Chunk[LocalPrompt]]) -> list[Chunk[LocalPrompt]]:
@@ -180,9 +183,10 @@ class LocalPrompts:
         """The newest one of the lowest tier."""
         return self._newest.first()
 
-    def _due_at(self, request: DecodeRequest, num_left: int) -> float:
+    def _due_at(self, request: DecodeRequest, start: int, end: int) -> float:
+        """When the first token is due of a request of which tokens `[start, end)` are to be computed."""
         target_s = self._policy.ttft_target_s(request.work.tier)
-        return due_at(request.arrived, target_s, num_left, self._costs)
+        return due_at(request.arrived, target_s, self._costs.compute_s(start, end))
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

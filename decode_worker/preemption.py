@@ -94,7 +94,7 @@ class Preemption:
             num_content = self._policy.blocks_for(victim.sequence.num_computed)
             # With a prefix cache, blocks that others hold, too, will still be cached when it comes back.
             num_shared = len(table) - num_freed if self._pool.prefix_cache else 0
-            if self._swap.takes(num_content, victim.sequence.num_tokens - num_shared * self._policy.block_size):
+            if self._swap.takes(num_content, num_shared * self._policy.block_size, victim.sequence.num_tokens):
                 self._sequences.name(victim)  # their contents are here until the swap, and may be shared
                 step.swap_outs += self._swap.swap_out(victim, table[:num_content])
         if victim.host_slots:

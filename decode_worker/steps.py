@@ -140,7 +140,9 @@ class DecodeSteps:
         if step.copies or step.swap_outs or step.swap_ins:
             return
         num_prompt = sum(chunk.end - chunk.start for chunk in step.chunks)
-        self._costs.observe_step(num_prompt, len(step.decodes), duration_s + (plan_s if step.decodes else 0.0))
+        depth_sum = sum(chunk.depth_sum for chunk in step.chunks)
+        took_s = duration_s + (plan_s if step.decodes else 0.0)
+        self._costs.observe_step(num_prompt, len(step.decodes), took_s, depth_sum)
         if step.chunks or not step.decodes:
             return
         if self._scheduler.speculation is not None:

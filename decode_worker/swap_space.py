@@ -30,14 +30,14 @@ class SwapSpace:
         """Whether contents of the sequence's blocks are, or may still be, in host memory alone."""
         return bool(choice.host_slots) or choice in self._arriving
 
-    def takes(self, num_content: int, num_lost: int) -> bool:
+    def takes(self, num_content: int, start: int, end: int) -> bool:
         """Whether a sequence is swapped to host memory rather than computed again. `num_content` of its blocks have
-        contents; computing again would take `num_lost` tokens."""
+        contents; its tokens `[start, end)` would be computed again."""
         if self._policy.preempt_by == "recompute" or num_content > len(self._free) or num_content == 0:
             return False
         if self._policy.preempt_by == "swap":
             return True
-        return self._costs.swap_s(num_content) <= self._costs.recompute_s(num_lost)
+        return self._costs.swap_s(num_content) <= self._costs.compute_s(start, end)
 
     def swap_out(self, choice: DecodeChoice, blocks: Sequence[int]) -> list[tuple[int, int]]:
         """Reserve slots for the contents of `blocks`; returns (block, slot) pairs."""

@@ -80,7 +80,13 @@ class PrefillCore:
         self.block_size = layout.block_size
         self.pool = BlockPool(engine.runner.cache.num_blocks, prefix_cache=settings.prefix_cache)
         self.prefix_pulls = PrefixPulls(
-            me, self.block_size, layout.block_bytes, engine.costs, settings.pull_prefixes, settings.pull_patience_s
+            me,
+            self.block_size,
+            layout.block_bytes,
+            engine.costs,
+            settings.pull_prefixes,
+            settings.pull_patience_s,
+            on_gpu=settings.device == "cuda",
         )
         self.scheduler = PrefillScheduler(
             self.pool,
@@ -177,6 +183,7 @@ class PrefillCore:
             return
         known = self.requests.get(work.request)
         if known is not None:
+            self.front.count(Cause.SUPERSEDED)
             self._end(known, Cause.SUPERSEDED, "a newer attempt arrived")
         now = self._agenda.now
         request = PrefillRequest(work, gateway, now, now + work.budget_s)

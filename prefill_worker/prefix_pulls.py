@@ -24,7 +24,9 @@ from prefill_worker.request import PrefillRequest, PromptState
 
 log = logging.getLogger(__name__)
 
-_FIRST_GUESS_BYTES_PER_S = 1e9
+_FIRST_GUESS_BYTES_PER_S, _FIRST_GUESS_ON_GPU = 1e9, 1e10
+"""Too good a guess costs a few pulls that take longer than computing; too bad a one costs hundreds of prompts that are
+computed, until it is forgotten. On a GPU a prompt is computed so fast that the first of them would forbid pulls."""
 _MOST_BYTES_PER_S = 1e12
 """No block is taken to be faster, however short pulls are: else many of them would make pulls look free, and as many
 slow ones would be needed to show that they are not."""
@@ -78,14 +80,22 @@ class PrefixPulls:
     """
 
     def __init__(
-        self, me: Incarnation, block_size: int, block_bytes: int, costs: Costs, when: When, patience_s: float
+        self,
+        me: Incarnation,
+        block_size: int,
+        block_bytes: int,
+        costs: Costs,
+        when: When,
+        patience_s: float,
+        *,
+        on_gpu: bool = False,
     ) -> None:
         self._me = me
         self._patience_s = patience_s
         self._block_size = block_size
         self._when = when
         self._costs = costs
-        self._s_per_block = block_bytes / _FIRST_GUESS_BYTES_PER_S
+        self._s_per_block = block_bytes / (_FIRST_GUESS_ON_GPU if on_gpu else _FIRST_GUESS_BYTES_PER_S)
         self._least_s_per_block = block_bytes / _MOST_BYTES_PER_S
         self._pulls: dict[RequestKey, PrefixPull] = {}
         self._pauses: dict[Incarnation, tuple[float, float]] = {}
@@ -114,7 +124,7 @@ class PrefixPulls:
         if len(self._pulls) >= MAX_PULLS:
             return 0
         num_new = self._num_new(request, num_here, now)
-        pays = self._when == "always" or self._pull_s(num_new) < self._compute_s(num_new)
+        pays = self._when == "always" or self._pull_s(num_new) < self._compute_s(num_here, num_new)
         return num_here + num_new * self._block_size if num_new and pays else 0
 
     def choose(self, request: PrefillRequest, now: float) -> PrefixPull | None:
@@ -128,7 +138,7 @@ class PrefixPulls:
         request.prefix_tried = True
         if hint is None or not num_new:
             return None
-        compute_s = self._compute_s(num_new)
+        compute_s = self._compute_s(request.num_computed, num_new)
         if self._when == "cost" and self._pull_s(num_new) >= compute_s:
             if compute_s > PULL_LATENCY_S:  # else it is too short at any speed
                 self._s_per_block = max(self._least_s_per_block, self._s_per_block * _FORGETTING)
@@ -159,8 +169,9 @@ class PrefixPulls:
     def _pull_s(self, num_blocks: int) -> float:
         return PULL_LATENCY_S + num_blocks * self._s_per_block
 
-    def _compute_s(self, num_blocks: int) -> float:
-        return num_blocks * self._block_size * self._costs.prompt_s_per_token
+    def _compute_s(self, num_here: int, num_blocks: int) -> float:
+        """Seconds to compute `num_blocks` blocks after the first `num_here` tokens of a prompt."""
+        return self._costs.prompt_s(num_here, num_here + num_blocks * self._block_size)
 
     def find(self, pull: Pull) -> PrefixPull:
         """The pull under way whose sink is `pull`."""

@@ -182,7 +182,13 @@ class PrefillRequest:
     def num_uncomputed(self) -> int:
         """Tokens still to be computed. While the request waits, those that were not cached, to be pulled, or to be
         computed for another prompt, when it was last looked up."""
-        return len(self.work.token_ids) - max(self.num_computed, self.num_cached, self.num_coming)
+        start, end = self.uncomputed
+        return end - start
+
+    @property
+    def uncomputed(self) -> tuple[int, int]:
+        """These tokens: `[start, end)`."""
+        return max(self.num_computed, self.num_cached, self.num_coming), len(self.work.token_ids)
 
     def check_invariants(self, pool: BlockPool, block_size: int) -> None:
         """Assert what must hold between any two events while the scheduler has the request."""

@@ -15,7 +15,7 @@ from common.contract.ids import RequestKey
 from common.contract.messages.fields import MAX_TOKENS
 from common.contract.tiers import Tier
 from common.scheduling.chunked_prefill import Prompt, Urgency
-from common.scheduling.costs import Costs
+from common.scheduling.costs import Costs, sum_depths
 from prefill_worker.request import PrefillRequest
 
 MOST_OF_POOL = {Tier.STANDARD: 7 / 8, Tier.BATCH: 3 / 4}
@@ -150,7 +150,7 @@ def worth_waiting_for(
     for other in running:
         if other.num_computed < (num_cached + 1) * block_size:
             num_alike = request.num_alike(other, num_cached)
-            saved_s = num_alike * block_size * costs.prompt_s_per_token
+            saved_s = costs.prompt_s(num_cached * block_size, (num_cached + num_alike) * block_size)
             if num_alike and saved_s >= costs.step_s and other.urgency <= (rank, deadline + saved_s, number):
                 yield other, min(num_cached + num_alike, num_useful) * block_size
 
@@ -159,18 +159,35 @@ class Backlog:
     """Tokens to be computed, by tier and by the length of their prompts, in powers of two."""
 
     def __init__(self) -> None:
-        self._num_tokens = [[0] * (MAX_TOKENS.bit_length() + 1) for _ in Tier]
+        self._num_tokens, self._depth_sums = ([[0] * (MAX_TOKENS.bit_length() + 1) for _ in Tier] for _ in range(2))
 
-    def change(self, tier: Tier, length: int, num_tokens: int) -> None:
-        """Add `num_tokens` (or subtract, if negative) of a prompt that had `length` tokens to compute when it was
-        enqueued."""
-        self._num_tokens[tier.rank][length.bit_length()] += num_tokens
+    def add(self, request: PrefillRequest) -> None:
+        """Add what is left of a prompt, which had `request.length` tokens to compute when it was enqueued."""
+        self.change(request, *request.uncomputed)
 
-    def before(self, tier: Tier, length: int) -> int:
-        """Tokens that are computed before a new prompt of this length: all of higher tiers, and those of prompts of its
+    def remove(self, request: PrefillRequest) -> None:
+        """Subtract what is left of a prompt."""
+        start, end = request.uncomputed
+        self.change(request, end, start)
+
+    def change(self, request: PrefillRequest, start: int, end: int) -> None:
+        """Add tokens `[start, end)` of a prompt; if `end` comes first, subtract `[end, start)`."""
+        rank, bits = request.tier.rank, request.length.bit_length()
+        self._num_tokens[rank][bits] += end - start
+        self._depth_sums[rank][bits] += sum_depths(start, end)
+
+    def seconds_before(self, tier: Tier, length: int, costs: Costs) -> float:
+        """Seconds to compute what comes before a new prompt of this length: all of higher tiers, and prompts of its
         tier that are not longer (in powers of two)."""
-        higher = sum(sum(lengths) for lengths in self._num_tokens[: tier.rank])
-        return higher + sum(self._num_tokens[tier.rank][: length.bit_length() + 1])
+        rank, end = tier.rank, length.bit_length() + 1
+        num_tokens, depth_sum = (
+            sum(map(sum, table[:rank])) + sum(table[rank][:end]) for table in (self._num_tokens, self._depth_sums)
+        )
+        return costs.work_s(num_tokens, depth_sum)
+
+    def seconds(self, costs: Costs) -> float:
+        """Seconds to compute all of them, without the fixed time of steps."""
+        return costs.work_s(self.num_tokens, sum(map(sum, self._depth_sums)))
 
     def of(self, tier: Tier) -> int:
         """Tokens of the prompts of a tier."""
@@ -179,8 +196,12 @@ class Backlog:
     @property
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(sum(lengths) for lengths in self._num_tokens)
+        return sum(map(sum, self._num_tokens))
 
-    def check_invariants(self) -> None:
-        """Assert that no count is negative."""
-        assert all(num >= 0 for lengths in self._num_tokens for num in lengths)
+    def check_invariants(self, requests: Iterable[PrefillRequest]) -> None:
+        """Assert that what is left of these, and nothing else, is counted."""
+        counted = Backlog()
+        for request in requests:
+            counted.add(request)
+        assert self._num_tokens == counted._num_tokens
+        assert self._depth_sums == counted._depth_sums

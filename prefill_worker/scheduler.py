@@ -88,8 +88,7 @@ class PrefillScheduler:
         """Requests with blocks that wait for a prefix to be pulled → monotonic seconds by which it is expected."""
         self.holdings = TierHoldings(pool.num_blocks)
         self._deadlines: LazyHeap[PrefillRequest] = LazyHeap()
-        self._backlog_waiting = Backlog()
-        self._backlog_running = Backlog()
+        self._backlog_waiting, self._backlog_running = Backlog(), Backlog()
         self._num_admitted = 0
         self.trials = Trials()
         self.num_prefix_queried = self.num_prefix_hit = 0
@@ -101,6 +100,11 @@ class PrefillScheduler:
     def num_uncomputed(self) -> int:
         """Tokens still to be computed, of all requests."""
         return sum(self.queued_tokens)
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds that computing them is expected to take."""
+        return sum(self._costs.prompt_s(*request.uncomputed) for request in self.requests())
 
     @property
     def queued_tokens(self) -> tuple[int, int, int]:
@@ -173,7 +177,8 @@ class PrefillScheduler:
         self._name(request, request.num_computed, num_computed)
         request.num_computed = request.num_cached = num_computed
         rank, due_at_s, number = request.urgency
-        due_at_s += max(0, request.num_coming - num_computed) * self._costs.prefill_s_per_token
+        end = max(num_computed, request.num_coming)
+        due_at_s += self._costs.compute_s(num_computed, end)
         request.num_coming = 0
         request.urgency = min((rank, due_at_s, number), self._urgency(request, now))
         self._num_admitted += 1
@@ -211,20 +216,22 @@ class PrefillScheduler:
         return chunks
 
     def _chunk_tokens(self) -> int:
-        """Most tokens of a chunk: as many as are expected to take the longest time of a step, within the bounds."""
-        return self._costs.tokens_within(self._longest_step_s, LEAST_CHUNK_TOKENS, self._chunk_size)
+        """Most tokens of a chunk: as many of the first prompt as are expected to take the longest time of a step,
+        within the bounds."""
+        depth, _ = self.running.next_span
+        return self._costs.tokens_within(self._longest_step_s, LEAST_CHUNK_TOKENS, self._chunk_size, depth)
 
     def _step_tokens(self, chunk_size: int, now: float) -> int:
         """Most tokens of the next step: the first prompt's chunk, and chunks of others up to the end of a prompt with
         which there are enough tokens, or, if a prompt would be late, as long as the step is expected to be short."""
-        seconds_per_token = self._costs.prefill_s_per_token
-        if not seconds_per_token:
+        if not self._costs.prefill_s_per_token:
             return self._token_budget
-        num_first = next((num for prompt in self.running if (num := self.running.num_unscheduled(prompt))), 0)
-        shared = int(min(SHARED_STEP_S, self._longest_step_s) / seconds_per_token)
-        if num_first and self._backlog_running.num_tokens * seconds_per_token <= self.running.due_at - now:
+        start, end = self.running.next_span
+        shared_s = min(SHARED_STEP_S, self._longest_step_s)
+        shared = self.running.num_within(shared_s, self._costs, chunk_size, self._token_budget)
+        if start < end and self._backlog_running.seconds(self._costs) <= self.running.due_at - now:
             shared = min(shared, self.running.num_up_to_end(self._costs.enough_tokens, chunk_size, now))
-        return min(self._token_budget, max(shared, min(num_first, chunk_size)))
+        return min(self._token_budget, max(shared, min(end - start, chunk_size)))
 
     def step_done(self, chunks: Sequence[Chunk[PrefillRequest]]) -> list[Chunk[PrefillRequest]]:
         """Account for a finished step; returns its chunks of requests that are still here.
@@ -235,7 +242,7 @@ class PrefillScheduler:
         live = self.running.step_done(chunks)
         for chunk in live:
             request = chunk.prompt
-            self._backlog_running.change(request.tier, request.length, chunk.start - chunk.end)
+            self._backlog_running.change(request, chunk.end, chunk.start)
             self.waiting.charge(request.tier, request.tenant, chunk.end - chunk.start)
             self._name(request, chunk.start, chunk.end)
             if chunk.last:
@@ -264,7 +271,7 @@ class PrefillScheduler:
     def _enqueue(self, request: PrefillRequest) -> None:
         self._look_up(request, request.arrived)
         deadline = self._expected_end(request, self._backlog_waiting, request.arrived)
-        self._backlog_waiting.change(request.tier, request.length, request.length)
+        self._backlog_waiting.add(request)
         self.waiting.add(request, tier=request.tier, tenant=request.tenant, deadline=deadline, now=request.arrived)
 
     def _look_up(self, request: PrefillRequest, now: float) -> list[int]:
@@ -282,25 +289,25 @@ class PrefillScheduler:
         So a prompt comes before longer ones that could not be done by then. A prompt that shorter ones delay comes
         first in the end, after twice the time at most.
         """
-        length = request.num_uncomputed
-        num_tokens = backlog.before(request.tier, length) + length
-        return due_at(now, self._ttft_target_s(request.tier), num_tokens, self._costs)
+        before_s = backlog.seconds_before(request.tier, request.num_uncomputed, self._costs)
+        own_s = self._costs.compute_s(*request.uncomputed)
+        return due_at(now, self._ttft_target_s(request.tier), before_s + own_s)
 
     def _compute(self, request: PrefillRequest) -> None:
         request.length = request.num_uncomputed
-        self._backlog_running.change(request.tier, request.length, request.length)
+        self._backlog_running.add(request)
         self.running.add(request, request.arrived)
 
     def _stop(self, request: PrefillRequest) -> None:
         if request in self.running:
-            self._backlog_running.change(request.tier, request.length, -request.num_uncomputed)
+            self._backlog_running.remove(request)
             self.running.remove(request)
 
     def _forget(self, request: PrefillRequest) -> None:
         self.trials.discard(request.key)
         if request in self.waiting:
             self.waiting.discard(request)
-            self._backlog_waiting.change(request.tier, request.length, -request.length)
+            self._backlog_waiting.remove(request)
         self._stop(request)
         self.on_hold.pop(request, None)
         self._deadlines.discard(request)
@@ -340,14 +347,14 @@ class PrefillScheduler:
         for request in self._first_waiting(now):
             running, on_hold = horizons[request.tier]
             if running.reaches(self._urgency(request, now)):
-                self._backlog_waiting.change(request.tier, request.length, -request.length)
+                self._backlog_waiting.remove(request)
                 cached = self._look_up(request, now)
                 urgency = self._urgency(request, now)
                 num_awaited = self._num_awaited(request, urgency, now)
                 waits = num_awaited or (request.num_coming and not on_hold.reaches(urgency))
                 request.num_coming = max(request.num_coming, num_awaited)
                 request.length = request.num_uncomputed
-                self._backlog_waiting.change(request.tier, request.length, request.length)
+                self._backlog_waiting.add(request)
                 if waits:
                     continue
                 yield request, cached
@@ -388,7 +395,7 @@ class PrefillScheduler:
         """Give `request` its blocks. There must be room."""
         self.waiting.take(request, now)
         request.enter(PromptEvent.ADMIT)
-        self._backlog_waiting.change(request.tier, request.length, -request.length)
+        self._backlog_waiting.remove(request)
         request.matched = []
         self._pool.share(cached)
         request.block_table = cached + self._pool.allocate(self.blocks_for(request) - len(cached))
@@ -432,10 +439,8 @@ class PrefillScheduler:
         places = self.requests()
         assert len(set(places)) == len(places), "in two places"
         assert self.queued_tokens == by_tier((request.tier, request.num_uncomputed) for request in places)
-        assert self._backlog_waiting.num_tokens == sum(request.num_uncomputed for request in self.waiting)
-        assert self._backlog_running.num_tokens == sum(request.num_uncomputed for request in self.running)
-        self._backlog_waiting.check_invariants()
-        self._backlog_running.check_invariants()
+        self._backlog_waiting.check_invariants(self.waiting)
+        self._backlog_running.check_invariants(self.running)
         assert set(self._deadlines) <= set(places)
         assert all(request.state is PromptState.WAITING for request in self.waiting)
         assert all(request.state is PromptState.RUNNING for request in self.running)

@@ -117,7 +117,8 @@ class PrefillSteps:
         plan: PrefillPlan = ended.work.plan
         chunks, result = plan.chunks, ended.result
         self._pool.step_finished(plan.number)
-        self._costs.observe_prefill(sum(c.end - c.start for c in chunks), result.duration_s)
+        num_tokens, depth_sum = sum(c.end - c.start for c in chunks), sum(c.depth_sum for c in chunks)
+        self._costs.observe_prefill(num_tokens, result.duration_s, depth_sum)
         checksums = ended.checksums or [()] * len(chunks)
         tables = [chunk.prompt.block_table for chunk in chunks]  # `step_done` takes them from prompts that are done
         live = set(self._scheduler.step_done(chunks))

@@ -59,8 +59,7 @@ def metrics(core: PrefillCore) -> Iterable[Metric]:
     yield counter("baton_prompt_tokens_scored", "Prompt tokens whose log probabilities were told.", scored)
     queued = scheduler.num_uncomputed
     yield gauge("baton_prefill_queued_tokens", "Prompt tokens still to compute.", queued)
-    queued_s = queued * core.engine.costs.prompt_s_per_token
-    yield gauge("baton_prefill_queued_seconds", "What computing them is expected to take.", queued_s)
+    yield gauge("baton_prefill_queued_seconds", "What computing them is expected to take.", scheduler.queued_s)
     queried, hit = {name: scheduler.num_prefix_queried}, {name: scheduler.num_prefix_hit}
     yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", queried, "model_name")
     yield counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.", hit, "model_name")

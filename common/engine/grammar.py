@@ -90,10 +90,15 @@ class Grammars:
         return matcher
 
     def read(
-        self, compiled: LLMatcher | None, state: GrammarState, output: Sequence[int], time_is_up: Callable[[], bool]
+        self,
+        compiled: LLMatcher | None,
+        state: GrammarState,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        time_is_up: Callable[[], bool],
     ) -> bytes | Unread | GaveUp:
-        """Compute the tokens that may follow `output`: a mask as in `GrammarState.allowed`. Where the grammar may end,
-        the mask includes the end-of-sequence tokens.
+        """Compute the tokens that may follow `token_ids`, whose output begins at `prompt_len`: a mask as in
+        `GrammarState.allowed`. Where the grammar may end, the mask includes the end-of-sequence tokens.
 
         `state` keeps its place if the reading stops early. It must have a matcher already, or it gets a copy of
         `compiled`.
@@ -102,11 +107,11 @@ class Grammars:
             assert compiled is not None, "it was compiled for those that need it"
             state.matcher, state.num_read = compiled.deep_copy(), 0
             state.shared = None if compiled.is_error() else compiled
-        matcher = state.matcher
-        for token in output[state.num_read :]:
+        matcher, num_output = state.matcher, len(token_ids) - prompt_len
+        for token in token_ids[prompt_len + state.num_read :]:
             matcher.consume_token(token)
             state.num_read += 1
-            if time_is_up() and state.num_read < len(output):
+            if time_is_up() and state.num_read < num_output:
                 return Unread.TIME
         bits = matcher.compute_bitmask()
         if not matcher.is_error():
@@ -116,5 +121,5 @@ class Grammars:
             state.matcher = None
             return Unread.FULL
         name, why = bound or ("none", "no token goes on within it")
-        _log.warning("a grammar gave up after %d tokens: %s", len(output), why)
-        return GaveUp(name, f"the grammar cannot be followed beyond {len(output)} tokens: {why}")
+        _log.warning("a grammar gave up after %d tokens: %s", num_output, why)
+        return GaveUp(name, f"the grammar cannot be followed beyond {num_output} tokens: {why}")

@@ -197,8 +197,9 @@ class Masks:
         for number, job in enumerate(jobs, 1):
             if not job.dropped:
                 try:
-                    output = job.token_ids[job.prompt_len :]
-                    job.result = self._grammars.read(compiled, job.state, output, lambda: time.perf_counter() > end)
+                    job.result = self._grammars.read(
+                        compiled, job.state, job.token_ids, job.prompt_len, lambda: time.perf_counter() > end
+                    )
                 except BaseException:  # noqa: BLE001 (a panic of the library is none of Python's own exceptions)
                     _log.exception("a grammar could not be followed")
                     job.result = GaveUp("none", "the grammar cannot be followed") if job.alone else Unread.FULL

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.engine.batch import NO_SAMPLE, PARAMETERS, Decodes, Samples, Slice
 from common.engine.runner import ModelRunner
-from common.scheduling.costs import MIN_OBSERVED_TOKENS, Costs
+from common.scheduling.costs import DEEP_TOKENS, MIN_OBSERVED_TOKENS, Costs
 from common.scheduling.row_times import RowTimes
 
 _COSTS_S = 1.0
@@ -21,6 +21,8 @@ _REPEAT_S = 0.1
 other workers start."""
 _LONG_STEP_S = 0.1
 """Seconds of a step that is long enough to tell the cost of a token: no larger step is measured."""
+_LEAST_DEEP_TOKENS = 1024
+"""Least depth whose cost is measured. Smaller ones cost little beside the products."""
 _MEASURED_BLOCKS = (1, 8, 8)
 """Sizes of the swaps that `measure_costs` times. The first one warms up, and bounds the time of the next one."""
 _ROWS_S = 2.0
@@ -30,25 +32,31 @@ _RUNS, _LONG_S = 3, 0.03
 _SHORT_TOKENS = 2
 """Tokens that a row attends to where its context shall not count. With one it would begin a block, which is zeroed: few
 rows of a step that serves do."""
-_LONG_ROWS, _LONG_TOKENS = 4, 512
-"""Rows, and the tokens that each of them attends to, of the step that tells what attention takes."""
+_LONG_ROWS = 4
+_LONG_TOKENS = {"cpu": 512, "cuda": 8192}
+"""`_LONG_ROWS` rows that attend to so many tokens each tell what attention takes. A GPU reads 512 in less time than two
+of its steps may differ by."""
 
 
 def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Costs:
-    """Time prefills and swaps of a `runner` whose cache is empty, and leave it zeroed. `clock` returns seconds.
+    """Time prefills, also deep in a prompt, and swaps of a `runner` whose cache is empty, and leave it zeroed. `clock`
+    returns seconds.
 
-    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes a tenth
+    The largest step that is timed has `most_tokens` tokens, unless a smaller one takes long enough. This takes a third
     of a second for a small model, and at most about two seconds for a model that prefills `MIN_OBSERVED_TOKENS` tokens
     within one second.
     """
-    cache, layout = runner.cache, runner.layout
-    most_tokens = min(most_tokens, runner.config.max_sequence_tokens, cache.num_slots)
+    begin, cache, layout = clock(), runner.cache, runner.layout
+    longest = min(runner.config.max_sequence_tokens, cache.num_slots)
+    most_tokens = min(most_tokens, longest)
     num_swapped = min(max(_MEASURED_BLOCKS), cache.num_blocks, runner.num_host_blocks)
     table = list(range(max(layout.blocks_for(most_tokens), num_swapped)))
 
-    def prefill(num_tokens: int) -> None:
+    def prefill(num_tokens: int, depth: int = 0) -> None:
+        """A chunk with `depth` tokens, of zeros, before it. It is written to the first blocks in any case."""
         token_ids = [token % runner.config.vocab_size for token in range(num_tokens)]
-        runner.step([Slice(token_ids=token_ids, start=0, block_table=table)])
+        before = range(len(table), len(table) + depth // layout.block_size)
+        runner.step([Slice(token_ids=token_ids, start=depth, block_table=[*before, *table])])
 
     def swap(num: int) -> None:
         runner.swap_out([(block, block) for block in range(num)])
@@ -56,20 +64,22 @@ def measure_costs(runner: ModelRunner, most_tokens: int, clock: Callable[[], flo
         cache.synchronize()
 
     step_s, token_s = _step_and_token_s(prefill, most_tokens, clock)
+    costs = Costs(prefill_s_per_token=token_s, step_s=step_s, step_tokens=most_tokens)
+    size = costs.tokens_within(_LONG_STEP_S / 2, MIN_OBSERVED_TOKENS, most_tokens)
+    room = min(longest - size, cache.num_slots - len(table) * layout.block_size, DEEP_TOKENS)
+    depth = room // layout.block_size * layout.block_size
+    if depth >= _LEAST_DEEP_TOKENS and clock() + step_s + size * token_s <= begin + _COSTS_S:
+        deep_token_s = _least_s(lambda num_tokens: prefill(num_tokens, depth), [size, size], clock)
+        # What was measured too high would make tokens look cheap; what is too low is learnt in a few steps.
+        costs.depth_s = min(max(0.0, deep_token_s - token_s - step_s / size) / depth, token_s / DEEP_TOKENS)
     swap_s = _least_s(swap, [min(num, num_swapped) for num in _MEASURED_BLOCKS], clock) if num_swapped else math.inf
 
     def decode(_: int) -> None:
         runner.submit((), _decodes(1, _SHORT_TOKENS, layout.block_size, cache.num_blocks)).chosen()
 
-    least_step_s = _least_s(decode, [1, 1, 1], clock)
+    costs.least_step_s, costs.swap_s_per_block = _least_s(decode, [1, 1, 1], clock), swap_s / 2
     runner.clear(len(table))
-    return Costs(
-        prefill_s_per_token=token_s,
-        step_s=step_s,
-        least_step_s=least_step_s,
-        step_tokens=most_tokens,
-        swap_s_per_block=swap_s / 2,
-    )
+    return costs
 
 
 def _step_and_token_s(run: Callable[[int], None], most: int, clock: Callable[[], float]) -> tuple[float, float]:
@@ -145,7 +155,8 @@ def time_rows(runner: ModelRunner, most_rows: int, clock: Callable[[], float] = 
         seconds.append(timed(rows[-1]))
     # No step takes longer than one of more rows, unless it was interrupted.
     seconds = [*accumulate(reversed(seconds), min)][::-1]
-    long = min(_LONG_TOKENS, num_blocks * size // _LONG_ROWS, runner.config.max_sequence_tokens)
+    most = min(num_blocks * size // _LONG_ROWS, runner.config.max_sequence_tokens)
+    long = min(_LONG_TOKENS[runner.cache.device.type], most)
     times = RowTimes(rows=tuple(rows), seconds=tuple(seconds))
     if long > _SHORT_TOKENS and clock() < end:
         plain_s = times.step_s((_LONG_ROWS, 0))

@@ -19,6 +19,7 @@ from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
 from common.contract.tiers import Tier
+from common.scheduling.costs import Costs
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.turns import AGED_SHARE, aged
 
@@ -64,6 +65,11 @@ class Chunk(Generic[P]):
         """Whether the prompt ends with this chunk."""
         return self.end == len(self.prompt.token_ids)
 
+    @property
+    def depth_sum(self) -> int:
+        """The sum of its tokens' depths, all of which count as the number of tokens before the chunk."""
+        return self.start * (self.end - self.start)
+
 
 class ChunkQueue(Generic[P]):
     """Prompts that have blocks and uncomputed tokens. They are told apart by identity.
@@ -107,6 +113,29 @@ class ChunkQueue(Generic[P]):
         """The earliest deadline of all prompts; there must be one."""
         firsts = (bisect_left(self._order, (rank,)) for rank in range(len(Tier)))
         return min(self._order[index][1] for index in firsts if index < len(self._order))
+
+    @property
+    def next_span(self) -> tuple[int, int]:
+        """The tokens `[start, end)` of the most urgent prompt that has some which are neither computed nor in an
+        unfinished step; (0, 0) if none has."""
+        spans = ((self._num_scheduled(prompt), len(prompt.token_ids)) for prompt in self)
+        return next((span for span in spans if span[0] < span[1]), (0, 0))
+
+    def num_within(self, seconds: float, costs: Costs, chunk_size: int, most: int) -> int:
+        """Tokens, at most `most`, of the next chunks, of at most `chunk_size`, of the most urgent prompts that are
+        expected to take at most `seconds`, without the fixed time of their step."""
+        total, depth_sum, seconds = 0, 0, max(0.0, seconds)
+        for prompt in self:
+            depth = self._num_scheduled(prompt)
+            num = min(self.num_unscheduled(prompt), chunk_size, most - total)
+            if costs.work_s(total + num, depth_sum + num * depth) > seconds:
+                # All at the price of the last ones: a sum of rounded parts could cost a token.
+                dearer_s = (total * depth - depth_sum) * costs.depth_s
+                return max(total, int((seconds + dearer_s) / costs.token_s(depth)))
+            total, depth_sum = total + num, depth_sum + num * depth
+            if total == most:
+                break
+        return total
 
     def num_up_to_end(self, least: float, chunk_size: int, now: float) -> int:
         """Tokens of the next chunks, of at most `chunk_size`, of the most urgent prompts, up to the first end of a

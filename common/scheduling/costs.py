@@ -1,9 +1,10 @@
 """What steps, prompts and swaps cost an engine: how many prompt tokens ride with decodes, and how a preempted sequence
 comes back, is decided by it.
 
-A step takes a fixed time, and more for each token. Tokens that are computed again ride in steps that run anyway, or
-fill them, so only the time of the tokens is counted. For a single short prompt this leaves out the fixed time of one
-step.
+A step takes a fixed time, and more for each token. A token attends to those before it, so it takes longer the deeper it
+is in its prompt. The price of a token that is learnt, and told to others, leaves out its depth: otherwise a long prompt
+would make all others look dear. Tokens that are computed again ride in steps that run anyway, or fill them, so only the
+time of the tokens is counted. For a single short prompt this leaves out the fixed time of one step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _FULL_WEIGHT_TOKENS = 256
 """Shorter steps say more about their fixed costs than about their tokens, so their weight falls with the square of the
 number of tokens."""
 _ENOUGH_STEPS, _ENOUGH_TOKENS = 8, 64
+DEEP_TOKENS = 4096
+"""Depth at which the cost of depth is measured. An error at this depth is put down to depth and to the token itself
+alike; at a smaller one more to the token, at a greater one more to depth."""
 _MAX_RATIO = 4.0
 """Greatest ratio of one observation to the estimate, and of the estimate to it. Otherwise a process that was stopped
 for a while would make prefill look expensive for minutes."""
@@ -29,12 +33,19 @@ _MOST_FALL = 16.0
 time was measured too long, as on a machine that was busy then; tokens would seem free."""
 
 
+def sum_depths(start: int, end: int) -> int:
+    """The sum of the depths of tokens `[start, end)` of a prompt; if `end` comes first, of `[end, start)`, negated."""
+    return (end - start) * (start + end - 1) // 2
+
+
 @dataclass(slots=True, kw_only=True)
 class Costs:
     """Estimates for one engine, in seconds. The defaults stand for an engine that was not measured."""
 
     prefill_s_per_token: float = 1e-3
     """Time per token, in addition to the fixed time of its step: what a token costs that rides in a step."""
+    depth_s: float = 0.0
+    """Time that a token takes longer for each token before its chunk."""
     step_s: float = 0.0
     """Fixed time of a step: what full steps take beyond the time of their tokens."""
     least_step_s: float = 0.0
@@ -65,18 +76,41 @@ class Costs:
             return math.inf
         return max(_ENOUGH_TOKENS, _ENOUGH_STEPS * self.step_s / self.prefill_s_per_token)
 
-    def tokens_within(self, seconds: float, least: int, most: int) -> int:
-        """Prompt tokens, at most `most`, of a step of prompts that is expected to take at most `seconds`; at least
-        `least`, if `most` allows that."""
-        token_s, left_s = self.prefill_s_per_token, seconds - self.step_s
+    def token_s(self, depth: float) -> float:
+        """Time per token of a chunk with `depth` tokens before it, in addition to the fixed time of its step."""
+        return self.prefill_s_per_token + self.depth_s * depth
+
+    def work_s(self, num_tokens: int, depth_sum: int) -> float:
+        """Seconds to compute so many tokens whose depths add up to `depth_sum`, without the fixed time of steps."""
+        return num_tokens * self.prefill_s_per_token + depth_sum * self.depth_s
+
+    def compute_s(self, start: int, end: int) -> float:
+        """Seconds to compute tokens `[start, end)` of a prompt, without the fixed time of steps. This is some per cent
+        too much: the learnt price of a token contains what it takes for the tokens before it in its own chunk."""
+        return self.work_s(end - start, sum_depths(start, end))
+
+    def prompt_s(self, start: int, end: int) -> float:
+        """Seconds to compute tokens `[start, end)` of a prompt in full steps, with their part of the fixed time."""
+        return self.compute_s(start, end) + (end - start) * self.step_s / self.step_tokens
+
+    def tokens_within(self, seconds: float, least: int, most: int, depth: int = 0) -> int:
+        """Prompt tokens, at most `most`, of a step that is expected to take at most `seconds` for a chunk with `depth`
+        tokens before it; at least `least`, if `most` allows that."""
+        token_s, left_s = self.token_s(depth), seconds - self.step_s
         if not token_s or left_s >= most * token_s:
             return most
         return min(most, max(least, int(left_s / token_s)))
 
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Move the estimates towards an observation: a step that did little else computed `num_tokens` prompt tokens in
-        `seconds`."""
+    def _bound(self, seconds: float, depth_sum: int) -> None:
+        """Lower the estimates that a step of `seconds` shows to be too high."""
         self.least_step_s = min(self.least_step_s, seconds)
+        if depth_sum:
+            self.depth_s = min(self.depth_s, seconds / depth_sum)
+
+    def observe_prefill(self, num_tokens: int, seconds: float, depth_sum: int = 0) -> None:
+        """Move the estimates towards an observation: a step that did little else computed `num_tokens` prompt tokens in
+        `seconds`. `depth_sum` is the sum of the tokens before each one's chunk (`Chunk.depth_sum`)."""
+        self._bound(seconds, depth_sum)
         if num_tokens < MIN_OBSERVED_TOKENS:
             return
         old, least = self.prefill_s_per_token, self._least_s_per_token
@@ -84,28 +118,29 @@ class Costs:
         fixed_s = max(0.0, seconds - num_tokens * least)
         if fixed_s < self.step_s:
             self.step_s += weight * (fixed_s - self.step_s)
-        seen = min(max((seconds - self.step_s) / num_tokens, old / _MAX_RATIO, least), old * _MAX_RATIO)
-        self.prefill_s_per_token = old + weight * (seen - old)
+        # Normalised least mean squares, with the depth in units of `DEEP_TOKENS`.
+        depth = depth_sum / num_tokens
+        share, expected = depth / DEEP_TOKENS, self.token_s(depth)
+        seen = min(max((seconds - self.step_s) / num_tokens, expected / _MAX_RATIO, least), expected * _MAX_RATIO)
+        change = weight * (seen - expected) / (1 + share**2)
+        self.prefill_s_per_token = max(least, old + change)
+        self.depth_s = max(0.0, self.depth_s + share * change / DEEP_TOKENS)
 
-    def observe_step(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
-        """Move the estimates towards an observation: a step computed `num_tokens` prompt tokens and one token each of
-        `num_decodes` sequences, and nothing else, in `seconds`.
+    def observe_step(self, num_tokens: int, num_decodes: int, seconds: float, depth_sum: int = 0) -> None:
+        """Move the estimates towards an observation: a step computed `num_tokens` prompt tokens, whose depths add up to
+        `depth_sum`, and one token each of `num_decodes` sequences, and nothing else, in `seconds`.
 
         A step with decodes moves `decode_s` alone. What the tokens beside them took more than estimated counts as the
         decodes' time, so that `decode_s` and the tokens' estimate always add up to a step.
         """
         if not num_decodes:
-            self.observe_prefill(num_tokens, seconds)
+            self.observe_prefill(num_tokens, seconds, depth_sum)
             return
-        self.least_step_s = min(self.least_step_s, seconds)
-        seen = max(0.0, seconds - num_tokens * self.prefill_s_per_token)
+        self._bound(seconds, depth_sum)
+        seen = max(0.0, seconds - self.work_s(num_tokens, depth_sum))
         if self.decode_s:
             seen = min(seen, _MAX_RATIO * self.decode_s)
         self.decode_s += _DECODE_WEIGHT * (seen - self.decode_s)
-
-    def recompute_s(self, num_tokens: int) -> float:
-        """Seconds to compute the KV of `num_tokens` tokens again."""
-        return num_tokens * self.prefill_s_per_token
 
     def swap_s(self, num_blocks: int) -> float:
         """Seconds to swap `num_blocks` blocks out and in again."""

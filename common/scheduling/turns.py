@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from typing import Final, Protocol, TypeVar
 
-from common.scheduling.costs import Costs
 from common.scheduling.lazy_heap import LazyHeap
 
 T = TypeVar("T", bound=Hashable)
@@ -21,10 +20,10 @@ MAX_PASSED: Final = 16
 """Number of later requests that may be admitted before a waiting request that does not fit. After that, none may."""
 
 
-def due_at(start: float, target_s: float, num_tokens: int, costs: Costs) -> float:
+def due_at(start: float, target_s: float, work_s: float) -> float:
     """Monotonic seconds by which a first token is due that is wanted from `start` on, within the tier's target of
-    `target_s`, if `num_tokens` tokens are computed before it."""
-    return start + target_s + num_tokens * costs.prefill_s_per_token
+    `target_s`, if computing what comes before it takes `work_s`."""
+    return start + target_s + work_s
 
 
 def aged(waiting: LazyHeap[T], before: float, without: Collection[T] = ()) -> T | None:

@@ -10,7 +10,7 @@ from handoff_worker import _REGION, _WELCOME, PREFILL, Facts
 
 from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestId
+from common.contract.ids import Incarnation, RequestId, RequestKey
 from common.contract.messages.gateway import Abort, Drain, Prefill, PrefixHint, Resume, Source
 from common.contract.messages.handoff import Attach, Detach, OfferWithdrawn
 from common.contract.messages.worker import Failed, TokenScores
@@ -135,6 +135,15 @@ def test_what_is_pulled_is_not_told_as_work_that_is_queued() -> None:
     core.check_invariants()
 
 
+def test_an_attempt_that_a_newer_one_supersedes_is_counted() -> None:
+    core = prefill_core()
+    for attempt in (1, 2):
+        core.handle(Received(GATEWAY, replace(_PROMPT, attempt=attempt)), 0.0)
+    (ended,) = (each for each in core.front.metrics() if each.name == "baton_requests_ended")
+    assert {each.labels["end"]: each.value for each in ended.samples} == {"superseded": 1}
+    core.check_invariants()
+
+
 def test_a_prompt_that_waits_for_its_grammar_waits() -> None:
     core = prefill_core()
     sampling = replace(_PROMPT.sampling, grammar='start: "a"')
@@ -176,6 +185,21 @@ def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:
     core.handle(Received(GATEWAY, _PROMPT), 0.0)
     queued = next(each for each in metrics(core) if each.name == "baton_prefill_queued_seconds")
     assert [each.value for each in queued.samples] == pytest.approx([_NUM_TOKENS * 2e-4])
+
+
+def test_a_step_tells_how_deep_its_tokens_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, ...]] = []
+    monkeypatch.setattr(Costs, "observe_prefill", lambda _, *observed: seen.append(observed))
+    core = prefill_core(chunk_size=BLOCK_SIZE)
+    core.handle(Received(GATEWAY, _PROMPT), 0.0)
+    for _ in range(4):
+        compute(core, SampledToken(5))
+    assert seen == [(BLOCK_SIZE, 0.01, BLOCK_SIZE * start) for start in range(0, _NUM_TOKENS, BLOCK_SIZE)]
+
+
+def test_a_worker_on_a_gpu_takes_pulls_to_be_fast_at_first() -> None:
+    told = [heartbeat(prefill_core(device=device), 0).pulled_token_s for device in ("cpu", "cuda")]
+    assert told[0] == pytest.approx(10 * told[1])
 
 
 def test_kv_after_which_logits_are_no_numbers_is_not_found_again() -> None:
@@ -231,6 +255,21 @@ def test_a_worker_that_loses_its_gateway_is_no_bad_source_for_who_reads_from_it(
     assert [(peer, each.cause) for peer, each in told if isinstance(each, OfferWithdrawn)] == [
         (reader, Cause.LEASE_LOST)
     ]
+    core.check_invariants()
+
+
+def test_open_requests_that_end_with_their_gateway_are_counted() -> None:
+    """And those that it has lost."""
+    core = prefill_core()
+    for name in "abc":
+        core.handle(Received(GATEWAY, replace(_PROMPT, request=RequestId(name))), 0.0)
+    for event, num_cancelled in (
+        (HelloReceived(GATEWAY, frozenset(RequestKey(RequestId(name), 1) for name in "ab")), 1),
+        (PeerLost(GATEWAY), 3),
+    ):
+        core.handle(event, 0.0)
+        (ended,) = (each for each in metrics(core) if each.name == "baton_requests_ended")
+        assert {each.labels["end"]: each.value for each in ended.samples} == {"cancelled": num_cancelled}
     core.check_invariants()
 
 

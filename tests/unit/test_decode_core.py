@@ -27,6 +27,7 @@ from common.worker.events import (
     AskMask,
     Event,
     ForgetMask,
+    HelloReceived,
     MaskMade,
     PeerLost,
     PlannedStep,
@@ -79,12 +80,13 @@ class Driven:
         source: Source | None = None,
         num_output: int = 0,
         masked: bool = True,
+        attempt: int = 1,
     ) -> list[Action]:
         """A request of one token, or of some if it has a grammar. Its mask is known at once, unless `masked` is False.
         With a source the prompt is pulled from there. Its client has the last `num_output` tokens already."""
         work = Decode(
             request=RequestId(name),
-            attempt=1,
+            attempt=attempt,
             token_ids=tuple(prompt),
             prompt_len=len(prompt) - num_output,
             choices=choices,
@@ -449,10 +451,57 @@ def test_an_answer_that_is_cut_off_or_has_not_begun_has_no_duration() -> None:
     assert heartbeat(driven.core, 0).sequence_s == 0.0
 
 
+def test_open_requests_that_end_with_their_gateway_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """And those that it has lost. One that has finished was counted before."""
+    caplog.set_level("INFO")
+    driven = Driven(num_blocks=64)
+    driven.ask("finished", range(5))
+    driven.step()
+    for name in "abc":
+        driven.ask(name, range(5), max_tokens=60)
+    for event, num_cancelled in (
+        (HelloReceived(GATEWAY, frozenset(RequestKey(RequestId(name), 1) for name in "ab")), 1),
+        (PeerLost(GATEWAY), 3),
+    ):
+        driven.handle(event)
+        (ended,) = (each for each in driven.core.front.metrics() if each.name == "baton_requests_ended")
+        assert {each.labels["end"]: each.value for each in ended.samples} == {
+            "finished": 1,
+            "cancelled": num_cancelled,
+        }
+    assert [line.partition(":")[0] for line in caplog.messages if "end here" in line] == [
+        "1 open requests end here",
+        "2 open requests end here",
+    ]
+
+
+def test_an_attempt_that_a_newer_one_supersedes_is_counted() -> None:
+    """One that has finished was counted before."""
+    driven = Driven(num_blocks=64)
+    driven.ask("finished", range(5))
+    driven.step()
+    driven.ask("open", range(5), max_tokens=60)
+    for name in ("finished", "open"):
+        driven.ask(name, range(5), attempt=2)
+    (ended,) = (each for each in driven.core.front.metrics() if each.name == "baton_requests_ended")
+    assert {each.labels["end"]: each.value for each in ended.samples} == {"finished": 1, "superseded": 1}
+
+
 def test_what_is_told_of_a_prompt_token_includes_its_part_of_a_step() -> None:
     driven = Driven(num_blocks=4)
     driven.core.engine.costs = Costs(prefill_s_per_token=1e-4, step_s=1e-2, step_tokens=100)
     assert heartbeat(driven.core, 0).token_s == pytest.approx(2e-4)
+
+
+def test_a_step_tells_how_deep_its_prompt_tokens_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, ...]] = []
+    monkeypatch.setattr(Costs, "observe_step", lambda _, *observed: seen.append(observed))
+    driven = Driven(num_blocks=128)
+    driven.engine.costs.prefill_s_per_token = 1.0  # a step has as few tokens as it may have, which are 128
+    driven.ask("r", range(300))
+    for _ in range(3):
+        driven.step()
+    assert seen == [(128, 0, 0.01, 0), (128, 0, 0.01, 128 * 128), (44, 0, 0.01, 44 * 256)]
 
 
 def test_a_message_for_the_other_role_is_ignored(caplog: pytest.LogCaptureFixture) -> None:

@@ -256,10 +256,13 @@ def test_blocks_are_given_up_the_cheaper_way(policy: dict[str, object], how: str
     assert (len(step.swap_outs), bench.scheduler.swap.num_used) == ((3, 3) if swapped else (0, 0))
 
 
-@pytest.mark.parametrize(("swap_s_per_block", "how"), [(0.66, "swap"), (0.67, "recompute")])
-def test_what_others_hold_too_is_not_computed_again(swap_s_per_block: float, how: str) -> None:
-    """Of 12 tokens 8 are shared: 3 blocks, out and in again, against 4 tokens."""
-    costs = Costs(prefill_s_per_token=1.0, swap_s_per_block=swap_s_per_block)
+@pytest.mark.parametrize(
+    ("depth_s", "swap_s_per_block", "how"),
+    [(0.0, 0.66, "swap"), (0.0, 0.67, "recompute"), (0.1, 1.29, "swap"), (0.1, 1.31, "recompute")],
+)
+def test_what_others_hold_too_is_not_computed_again(depth_s: float, swap_s_per_block: float, how: str) -> None:
+    """Of 12 tokens 8 are shared: 3 blocks, out and in again, against 4 tokens of depths that add up to 38."""
+    costs = Costs(prefill_s_per_token=1.0, depth_s=depth_s, swap_s_per_block=swap_s_per_block)
     bench = Bench(4, memory_reserve=EAGER, num_host_blocks=8, costs=costs)
     bench.run(request("a", 8))
     bench.run(request("b", tokens("a", 8)))

@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint
 from common.engine.batch import Decodes, Sampled, Slice
 from common.engine.runner import ModelRunner, Submitted, load_runner
 from common.engine.timing import measure_costs
-from common.scheduling.costs import Costs
+from common.scheduling.costs import DEEP_TOKENS, Costs
 
 torch.set_num_threads(1)
 
@@ -48,9 +48,11 @@ def test_a_warm_up_ends_with_the_largest_step(tmp_path: Path, monkeypatch: pytes
 class TimedRunner:
     """A real runner on a machine of known speed: its clock stands still but for what it is asked to do."""
 
-    def __init__(self, runner: ModelRunner, *, step_s: float, token_s: float, block_s: float) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, step_s: float, token_s: float, block_s: float, depth_s: float = 0.0
+    ) -> None:
         self._runner = runner
-        self._step_s, self._token_s, self._block_s = step_s, token_s, block_s
+        self._step_s, self._token_s, self._block_s, self._depth_s = step_s, token_s, block_s, depth_s
         self.now = 0.0
         self.sizes: list[int] = []
         self.delays: list[float] = []
@@ -66,6 +68,7 @@ class TimedRunner:
         num_tokens = sum(len(each.token_ids) for each in slices)
         self.sizes.append(num_tokens)
         self.now += self._step_s + num_tokens * self._token_s + (self.delays.pop(0) if self.delays else 0.0)
+        self.now += self._depth_s * sum(each.start * len(each.token_ids) for each in slices)
         return self._runner.step(slices)
 
     def submit(self, slices: Sequence[Slice], decodes: Decodes) -> Submitted:
@@ -95,9 +98,9 @@ def measured(runner: TimedRunner, most_tokens: int = 128) -> Costs:
 
 def test_a_swap_is_out_and_in() -> None:
     costs = Costs(prefill_s_per_token=0.002, swap_s_per_block=0.0005)
-    assert costs.recompute_s(300) == pytest.approx(0.6)
+    assert costs.compute_s(0, 300) == pytest.approx(0.6)
     assert costs.swap_s(10) == pytest.approx(0.01)
-    assert costs.recompute_s(0) == costs.swap_s(0) == 0.0
+    assert costs.compute_s(0, 0) == costs.swap_s(0) == 0.0
 
 
 def test_without_swap_space_a_swap_is_never_the_cheaper_way() -> None:
@@ -230,6 +233,49 @@ def test_without_swap_space_prefill_alone_is_measured(folder: Path) -> None:
     costs = measured(timed(folder, swap_bytes=0))
     assert costs.prefill_s_per_token == pytest.approx(1e-4)
     assert costs.swap_s_per_block == math.inf
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a context of more than `DEEP_TOKENS`."""
+    return make_checkpoint("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=8192)
+
+
+@pytest.mark.parametrize("most_tokens", [100, 512])
+def test_what_depth_costs_is_told_apart_from_the_token(long_folder: Path, most_tokens: int) -> None:
+    runner = timed(long_folder, kv_cache_bytes=2**22, step_s=5e-3, depth_s=2e-8)
+    costs = measured(runner, most_tokens)
+    assert (costs.step_s, costs.prefill_s_per_token, costs.depth_s) == pytest.approx((5e-3, 1e-4, 2e-8))
+    assert not runner.cache.blocks.any()
+
+
+def test_interruptions_do_not_make_depth_look_dearer_than_the_token(long_folder: Path) -> None:
+    """Both deep runs last 0.1 s longer, all other runs do not."""
+    runner = timed(long_folder, kv_cache_bytes=2**22, step_s=5e-3, depth_s=2e-8)
+    step = runner.step
+
+    def interrupted(slices: Sequence[Slice]) -> list[tuple[Sampled, ...]]:
+        runner.delays = [0.1] if slices[0].start else []
+        return step(slices)
+
+    runner.step = interrupted  # type: ignore[method-assign]
+    costs = measured(runner, 512)
+    assert (costs.prefill_s_per_token, costs.depth_s) == pytest.approx((1e-4, 1e-4 / DEEP_TOKENS))
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 512])
+def test_a_cache_that_holds_less_is_enough_unless_it_holds_little(long_folder: Path, num_tokens: int) -> None:
+    block_bytes = load_runner(long_folder, kv_cache_bytes=2**16, block_size=16).layout.block_bytes
+    runner = timed(long_folder, kv_cache_bytes=block_bytes * num_tokens // 16, depth_s=2e-8)
+    assert measured(runner).depth_s == pytest.approx(2e-8 if num_tokens > 1500 else 0.0)
+    assert not runner.cache.blocks.any()
+
+
+@pytest.mark.parametrize("token_s", [0.05, 0.02, 0.005])
+def test_a_slow_machine_spends_little_time_on_depth(long_folder: Path, token_s: float) -> None:
+    runner = timed(long_folder, kv_cache_bytes=2**22, token_s=token_s, depth_s=token_s / 4096)
+    assert measured(runner).depth_s == pytest.approx(token_s / 4096 if token_s < 0.05 else 0.0)
+    assert runner.now <= 2.0
 
 
 def test_the_least_step_is_one_of_one_token(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,14 +74,31 @@ def test_a_prediction_is_followed_to_its_end() -> None:
     assert lookup.acceptance > 0.9
 
 
-def test_a_prediction_is_followed_again_after_what_differs() -> None:
-    prediction = list(range(100, 140))
+@pytest.mark.parametrize("num_predicted", [40, 40_000])
+def test_a_prediction_is_followed_again_after_what_differs(num_predicted: int) -> None:
+    prediction = list(range(100, 100 + num_predicted))
     text = [1, 2, *prediction[:7], 7, 8, 9, *prediction[9:11]]
     lookup = Lookup(text, CommonAcceptance(0.5), 2, prediction)
     assert lookup.propose(3) == []
     text.append(prediction[11])
     lookup.read()
     assert lookup.propose(3) == prediction[12:15]
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        (15_000, True),  # near what the output follows
+        (60_000, False),
+        (100_000 - 15_000, True),  # near the end
+    ],
+)
+def test_not_all_of_a_long_prediction_is_searched(place: int, found: bool) -> None:
+    """That would take longer than a row of the step."""
+    prediction = list(range(100, 100_100))
+    text = [1, 2, *prediction[place - 3 : place]]
+    lookup = Lookup(text, CommonAcceptance(0.5), 2, prediction)
+    assert lookup.propose(2) == (prediction[place : place + 2] if found else [])
 
 
 def test_a_new_text_starts_from_what_others_have_shown() -> None:

@@ -37,9 +37,14 @@ class Gated(Grammars):
         return super().compile(grammar)
 
     def read(
-        self, compiled: LLMatcher | None, state: GrammarState, output: Sequence[int], time_is_up: Callable[[], bool]
+        self,
+        compiled: LLMatcher | None,
+        state: GrammarState,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        time_is_up: Callable[[], bool],
     ) -> bytes | Unread | GaveUp:
-        result = super().read(compiled, state, output, time_is_up)
+        result = super().read(compiled, state, token_ids, prompt_len, time_is_up)
         if isinstance(result, bytes) and result[ord("s") >> 3] >> (ord("s") & 7) & 1:
             assert self.gate.wait(60)
         return result
@@ -150,6 +155,28 @@ async def test_a_text_that_has_grown_is_asked_for_anew_while_it_is_read(gated: G
     assert (text.state.num_read, masks.num_made, before.done()) == (6, 1, False)
 
 
+class CountedSlices(list[int]):
+    """Counts the tokens that are copied out of it."""
+
+    num_copied = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_copied += len(found) if isinstance(index, slice) else 0
+        return found
+
+
+async def test_for_a_mask_only_the_new_tokens_of_a_text_are_copied() -> None:
+    """A text is asked for with each of its tokens."""
+    masks, state, text = Masks(Grammars(LLTokenizer("byte"))), GrammarState(), CountedSlices(b"prompt")
+    for _ in range(200):
+        text.append(ord("a"))
+        told: asyncio.Future[GaveUp | None] = asyncio.get_running_loop().create_future()
+        masks.ask("start: /[a-z]*/", state, text, len(b"prompt"), told.set_result)
+        assert await soon(told) is None
+    assert state.num_read == text.num_copied == 200
+
+
 class Panicking(Grammars):
     """Reading panics, as the library may: in a text, or wherever a matcher is copied from one that is broken."""
 
@@ -160,14 +187,19 @@ class Panicking(Grammars):
         self.num_panics = 0
 
     def read(
-        self, compiled: LLMatcher | None, state: GrammarState, output: Sequence[int], time_is_up: Callable[[], bool]
+        self,
+        compiled: LLMatcher | None,
+        state: GrammarState,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        time_is_up: Callable[[], bool],
     ) -> bytes | Unread | GaveUp:
-        text = bytes(output).decode()
+        text = bytes(token_ids[prompt_len:]).decode()
         if text == self._text or (compiled is not None and compiled is self._broken and state.matcher is None):
             self._broken = self._broken or compiled
             self.num_panics += 1
             raise BaseException("PanicException")
-        return super().read(compiled, state, output, time_is_up)
+        return super().read(compiled, state, token_ids, prompt_len, time_is_up)
 
 
 async def test_a_panic_of_the_library_ends_the_text_that_causes_it_and_no_other_of_its_grammar() -> None:

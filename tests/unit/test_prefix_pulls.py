@@ -45,8 +45,11 @@ def other_source() -> Source:
     return replace(SOURCE, incarnation=new_incarnation())
 
 
-def pulls(token_s: float = 1e-4, block_bytes: int = 2**20, when: When = "cost") -> PrefixPulls:
-    return PrefixPulls(new_incarnation(), BLOCK_SIZE, block_bytes, Costs(prefill_s_per_token=token_s), when, PATIENCE_S)
+def pulls(
+    token_s: float = 1e-4, block_bytes: int = 2**20, when: When = "cost", *, depth_s: float = 0.0, on_gpu: bool = False
+) -> PrefixPulls:
+    costs = Costs(prefill_s_per_token=token_s, depth_s=depth_s)
+    return PrefixPulls(new_incarnation(), BLOCK_SIZE, block_bytes, costs, when, PATIENCE_S, on_gpu=on_gpu)
 
 
 def begun(made: PrefixPulls) -> PrefixPull | None:
@@ -82,6 +85,20 @@ def test_a_first_guess_that_forbids_pulls_does_not_forbid_them_for_ever() -> Non
     assert not pull(made, 0.006)
     assert any(pull(made, 0.006) for _ in range(200))
     assert all(pull(made, 0.006) for _ in range(100))
+
+
+def test_on_a_gpu_the_first_prefix_is_pulled_and_few_where_that_takes_longer() -> None:
+    """128 KiB per token, as of a model of 8 billion weights; computing a token takes 20 microseconds."""
+    made = pulls(token_s=2e-5, block_bytes=2 * 2**20, on_gpu=True)
+    assert all(pull(made, 0.02) for _ in range(100))
+    made = pulls(token_s=2e-5, block_bytes=2 * 2**20, on_gpu=True)
+    assert 1 <= sum(pull(made, NUM_TOKENS * 2**17 / 1e9) for _ in range(100)) <= 4
+
+
+def test_depth_is_part_of_what_computing_a_history_takes() -> None:
+    """A block takes 1.05 ms to pull, and 0.8 ms to compute if depth cost nothing."""
+    assert not pull(pulls(token_s=5e-5), 0.1)
+    assert pull(pulls(token_s=5e-5, depth_s=1e-7), 0.1)
 
 
 def test_pulls_that_are_given_up_become_rare() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.scheduling.costs import Costs
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.turns import MAX_PASSED, Passing, aged, due_at
 
@@ -19,7 +18,7 @@ class Waiting:
 
 
 def test_due_is_the_target_and_the_time_of_the_tokens_after_the_start() -> None:
-    assert due_at(10.0, 0.5, 100, Costs(prefill_s_per_token=0.01)) == 11.5
+    assert due_at(10.0, 0.5, 1.0) == 11.5
 
 
 @pytest.mark.parametrize(("before", "without", "oldest"), [(1.0, (), None), (1.5, (), "a"), (2.5, ("a",), "b")])
