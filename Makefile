@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: serve unit test chaos widths clients gpu model check format screenshots clean
 
 serve: $(STAMP)
-	@exec $(BIN)/baton serve --model $(MODEL) --prefill $(PREFILL) --decode $(DECODE) --latency $(LATENCY) \
+	@exec $(BIN)/baton serve --model "$(MODEL)" --prefill $(PREFILL) --decode $(DECODE) --latency $(LATENCY) \
 	  --prefill-tp $(PREFILL_TP) --decode-tp $(DECODE_TP) --port $(PORT)
 
 # Files are dealt out, in the order of tests/file_order.py, to processes with one core each. In `make test` a third one

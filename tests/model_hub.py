@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +23,11 @@ class ModelHub:
         self.url = ""
         self.refusal: Mapping[str, str] | None = None
         """The headers with which it refuses all requests, as long as it does."""
+        self.asked: list[str] = []
+        """Methods and paths of the requests so far."""
+        self.gives_weights = threading.Event()
+        """It begins to answer requests for weights, and goes on only when this is set."""
+        self.gives_weights.set()
 
     def variables(self, cache: Path) -> dict[str, str]:
         """The environment of processes that download from here into `cache`."""
@@ -72,6 +77,7 @@ def model_hub(commits: Mapping[str, Path], main: str) -> Iterator[ModelHub]:
             self._answer(with_body=True)
 
         def _answer(self, *, with_body: bool) -> None:
+            hub.asked.append(f"{self.command} {self.path}")
             found = hub.answer(self.path)
             body, headers = (b"", {}) if found is None else found
             status = HTTPStatus.NOT_FOUND if found is None else HTTPStatus.OK
@@ -82,7 +88,10 @@ def model_hub(commits: Mapping[str, Path], main: str) -> Iterator[ModelHub]:
                 self.send_header(name, value)
             self.end_headers()
             if with_body:
-                self.wfile.write(body)
+                if self.path.endswith(".safetensors"):
+                    hub.gives_weights.wait()
+                with suppress(ConnectionError):
+                    self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...
 
@@ -92,4 +101,5 @@ def model_hub(commits: Mapping[str, Path], main: str) -> Iterator[ModelHub]:
         try:
             yield hub
         finally:
+            hub.gives_weights.set()
             server.shutdown()

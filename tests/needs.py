@@ -78,6 +78,7 @@ NEEDS = {
     ),
     "compiler": Need("the kernels in C", _program("cc", "CC"), "gcc libc6-dev", "or set CC to another C compiler"),
     "make": Need("the Makefile", _program("make"), "make", "which runs the tests, too"),
+    "curl": Need("the command that a stack prints", _program("curl"), "curl", "which runs it"),
     "history": Need("that records are of commits that exist", _no_history, "git", "and clone all of the history"),
     "hosts": Need("faults between hosts (tests/chaos)", _no_hosts, "iproute2", "and run the tests as root"),
 }

@@ -17,7 +17,7 @@ from benchmarks.load.record import Record
 from benchmarks.load.runner import Recording
 from benchmarks.load.settings import LoadSettings
 from benchmarks.load.summary import Targets, summarize
-from benchmarks.record import cpuinfo, git, versions
+from benchmarks.record import ROOT, cpuinfo, git, versions
 from common.contract.errors import OperatorError
 
 FORMAT = "baton-bench/1"
@@ -161,6 +161,8 @@ def _without_secret(argv: Sequence[str]) -> list[str]:
 
 def _commit() -> str | None:
     """The commit of the checkout that contains this file; None if there is no checkout."""
+    if not (ROOT / ".git").exists():  # git would find the repository of whoever has the environment in theirs
+        return None
     commit = git("rev-parse", "HEAD")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!:/benchmarks/results")
     return commit + ("+changes" if changed else "") if commit else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from common.engine.linear import Linear
 from common.engine.model_config import ModelConfig
 from common.engine.native import Kernels
 from common.engine.shard import WHOLE, Shard
-from common.runtime.checkpoint import WEIGHTS, shards_by_tensor
+from common.runtime.checkpoint import WEIGHTS, refuse_pointer, shards_by_tensor
 from common.runtime.malloc import give_memory_back
 
 Progress = Callable[[int, int], None]
@@ -294,6 +295,8 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
+        with suppress(OSError), file.open("rb") as opened:
+            refuse_pointer(file, opened.read(64))
         raise OperatorError(f"{file} is not a readable safetensors file: {error}") from error
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.contract.errors import OperatorError
+from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.runtime.daemon_threads import DaemonThreads
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ UNSTATED: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
-"""`model_type` → values of keys that its `config.json` does not state, where those of this family are its own."""
+"""`model_type` of each supported family → values of keys that its `config.json` does not state, where those of this
+family are its own."""
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -44,6 +45,8 @@ example a training run's checkpoints. (`*` also stands for `/`; templates may be
 _TEMPLATE_FILES = ["additional_chat_templates/*.jinja"]
 """Chat templates besides the tokenizer's own, in a folder that a checkpoint may have."""
 
+_POINTER = b"version https://git-lfs."
+"""Beginning of what Git LFS leaves in place of a large file."""
 _PIECE_BYTES = 4 * 1024 * 1024
 _REASON_CHARACTERS = 1000
 """Most of what the hub's client says of a failure, which has several lines."""
@@ -122,31 +125,66 @@ def _require_regular_files(folder: Path) -> None:
 
 
 def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
+    if weights:  # gigabytes, so it is asked first whether the engine can load them
+        folder = _fetch(hub_id, revision, ["config.json"])
+        _require_config(folder, hub_id)
+        _require_supported(folder, hub_id)
+    folder = _fetch(hub_id, revision, TOKENIZER_FILES + (WEIGHT_FILES if weights else []))
+    # The revision is logged for people only; workers compare hashes of the files.
+    log.info("%s at revision %s", hub_id, folder.name)
+    return folder
+
+
+def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = TOKENIZER_FILES + (WEIGHT_FILES if weights else [])
     try:
-        folder = Path(
+        return Path(
             snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=_UNREAD_FILES)
         )
     except Exception as error:  # the hub client raises a dozen unrelated types; each means the same to the operator
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS] or type(error).__name__
         wanted = repr(hub_id) if revision is None else f"{hub_id!r} at revision {revision}"
         raise OperatorError(f"model {wanted} is no local folder and could not be had from the hub: {reason}") from error
-    # The revision is logged for people only; workers compare hashes of the files.
-    log.info("%s at revision %s", hub_id, folder.name)
-    return folder
+
+
+def _require_supported(folder: Path, name: str) -> None:
+    """Raise `ModelNotSupportedError` for what most models that the engine cannot load state. It refuses the others when
+    it loads them."""
+    config = read_config(folder)
+    family = str(config.get("model_type"))
+    if family not in UNSTATED:
+        raise ModelNotSupportedError(
+            f"model {name}: model_type {family!r} is not supported; supported are {', '.join(UNSTATED)}"
+        )
+    if config.get("quantization_config") is not None:
+        raise ModelNotSupportedError(f"model {name}: quantised checkpoints (quantization_config) are not supported")
+
+
+def refuse_pointer(path: Path, content: bytes) -> None:
+    """Raise `OperatorError` if the content of a file, or its beginning, is what Git LFS leaves in its place."""
+    if content.startswith(_POINTER):
+        raise OperatorError(f"{path} is a pointer of Git LFS: run `git lfs pull` in its folder")
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """The object in a JSON file of a model's folder. Raises `OperatorError`."""
     try:
-        config = json.loads((folder / name).read_text(encoding="utf-8"))
+        content = (folder / name).read_bytes()
+        refuse_pointer(folder / name, content)
+        config = json.loads(content.decode())
     except (OSError, ValueError, RecursionError) as error:
         raise OperatorError(f"{folder / name} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise OperatorError(f"{folder / name} is not a JSON object")
     return config
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` has a template for conversations. Raises `OperatorError`."""
+    if (folder / "chat_template.jinja").exists():
+        return True
+    return (folder / _TOKENIZER_CONFIG).exists() and bool(read_config(folder, _TOKENIZER_CONFIG).get("chat_template"))
 
 
 def size_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
@@ -161,16 +199,19 @@ def size_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
 def context_tokens(config: Mapping[str, Any], folder: Path) -> int:
     """Tokens of the longest sequence by the configuration of the model in `folder`: `max_position_embeddings`, or what
     YaRN stretches the original context to, if that is more. (Checkpoints that are published without YaRN, for example
-    Qwen's, state the original context also when YaRN is added to their file.) Raises `OperatorError`.
+    Qwen's, state the original context also when YaRN is added to their file.) At most `MAX_TOKENS`, since no message
+    has more. Raises `OperatorError`.
     """
+    from common.contract.messages.fields import MAX_TOKENS  # a worker imports this module, and pydantic only later
+
     stated = size_in(config, "max_position_embeddings", folder)
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
-        return stated
+        return min(stated, MAX_TOKENS)
     name = "original_max_position_embeddings"
     original = config.get(name) or rope.get(name) or stated
     try:
-        return max(stated, min(int(original * float(rope["factor"])), _MAX_SIZE - 1))
+        return min(max(stated, int(original * float(rope["factor"]))), MAX_TOKENS)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise OperatorError(f"{folder / 'config.json'}: incomplete RoPE parameters {rope}: {error!r}") from error
 
@@ -196,6 +237,7 @@ def config_hash(folder: Path) -> str:
             continue
         except OSError as error:
             raise OperatorError(f"cannot read {folder / name}: {error}") from error
+        refuse_pointer(folder / name, content)
         if name == _TOKENIZER_CONFIG:
             content = _without_template(content)
         digest.update(name.encode() + hashlib.sha256(content).digest())

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from common.runtime.lifecycle import EXIT_OPERATOR_ERROR
 
@@ -21,9 +25,16 @@ _ROLES = {
 
 def main() -> None:
     """Entry point."""
+    # Until `run` handles the signal there is nothing to end in order. Python's handler would wait for the threads of a
+    # download, and print a traceback during imports.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = sys.argv[1:]
+    if arguments == ["--version"]:
+        print(f"baton {_version()}")
+        return
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: baton ROLE [options]\n")
+        print("usage: baton ROLE [options]   or: baton --version\n")
         for role, (_, purpose) in _ROLES.items():
             print(f"  {role:<9}{purpose}")
         print("\n`baton ROLE --help` lists a role's options; each is also a variable BATON_<OPTION>,")
@@ -35,6 +46,21 @@ def main() -> None:
         sys.exit(EXIT_OPERATOR_ERROR)
     sys.argv = [f"baton {role}", *arguments[1:]]
     importlib.import_module(_ROLES[role][0]).main()
+
+
+def _version() -> str:
+    """The installed version and, in a checkout, its commit."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    number, commit, root = "of an unknown version", "", Path(__file__).resolve().parents[2]
+    with suppress(PackageNotFoundError):  # run from a source tree
+        number = version("baton")
+    if (root / ".git").exists():  # else git would find the repository of whoever has the environment in theirs
+        with suppress(OSError):
+            asked = ["git", "rev-parse", "HEAD"]
+            done = subprocess.run(asked, cwd=root, capture_output=True, text=True, check=False)  # noqa: S603
+            commit = done.stdout.strip()
+    return f"{number}, commit {commit}" if commit else number
 
 
 if __name__ == "__main__":

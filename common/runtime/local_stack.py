@@ -15,11 +15,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.contract.errors import OperatorError
-from common.runtime.checkpoint import DEMO_FOLDER, is_hub_id, resolve_model
+from common.runtime.checkpoint import DEMO_FOLDER, has_chat_template, is_hub_id, resolve_model
 from common.runtime.clock import monotonic
 from common.runtime.config import ENV_PREFIX, GatewaySettings, ServeSettings, load
 from common.runtime.cores import cores_here
@@ -80,8 +80,7 @@ class LocalStack:
     async def start(self) -> str:
         """Start everything; the gateway's URL once the stack can serve. Raises `OperatorError`."""
         settings = self._settings
-        port = self._reserve(settings.host, settings.port, "the API's port ")
-        admin_port = self._reserve("127.0.0.1", settings.admin_port, "the admin port ")
+        port, admin_port = (self._reserve(*each) for each in _api_ports(settings))
         pools = {"prefill": settings.prefill, "decode": settings.decode, "latency": settings.latency}
         workers = [(pool, index) for pool, number in pools.items() for index in range(number)]
         width_of = {"prefill": settings.prefill_tp, "decode": settings.decode_tp, "latency": settings.decode_tp}
@@ -145,6 +144,7 @@ class LocalStack:
 
     async def stop(self) -> None:
         """End every process: the gateway, which lets open requests finish for a while, and then the workers."""
+        self._screen.clear()
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -171,18 +171,12 @@ class LocalStack:
                 await process.wait()
 
     def _reserve(self, host: str, port: int, what: str = "") -> int:
-        """Bind a port (0: any free one) without listening, for as long as the stack lives: in between two lives of its
-        process the kernel gives it to nobody else. That process can listen on it: both sockets have `SO_REUSEADDR`.
-        Raises `OperatorError` at once, not after the models are loaded, when it is taken."""
-        reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._ports.append(reserved)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            reserved.bind((host, port))
-        except OSError as error:
-            raise OperatorError(f"cannot bind {what}{host}:{port}: {error.strerror}") from error
-        bound: int = reserved.getsockname()[1]
-        return bound
+        """Bind a port (0: any free one) without listening, for as long as the stack lives. Between two lives of its
+        process the kernel gives it to nobody who asks for port 0, and to nobody who binds it without `SO_REUSEADDR`.
+        Whoever binds with it, as that process does, may listen there. Raises `OperatorError` if it is taken."""
+        self._ports.append(_bound(host, port, what))
+        number: int = self._ports[-1].getsockname()[1]
+        return number
 
     # --- one process -------------------------------------------------------------------------------------------------
 
@@ -278,7 +272,9 @@ class _Progress:
     def show(self, children: Sequence[Child]) -> None:
         if self._on:
             states = "  ".join(f"{child.name} {_describe(child.facts)}" for child in children)
-            print(f"\r\033[K{states[:118]}", end="", file=sys.stderr, flush=True)
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 119  # 0: unknown
+            # Only the row of the cursor can be cleared, so there is one. What others write begins at its left.
+            print(f"\033[K{states[: width - 1]}", end="\r", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self._on:
@@ -322,6 +318,24 @@ def _environment(settings: ServeSettings) -> dict[str, str]:
     return with_large_pages(defaults | os.environ | {"PYTHONUNBUFFERED": "1"})
 
 
+def _api_ports(settings: ServeSettings) -> Iterable[tuple[str, int, str]]:
+    """Host, port and name of what the gateway listens on."""
+    yield settings.host, settings.port, "the API's port "
+    yield "127.0.0.1", settings.admin_port, "the admin port "
+
+
+def _bound(host: str, port: int, what: str) -> socket.socket:
+    """A socket at this address, which does not listen. Raises `OperatorError` if the address is taken."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise OperatorError(f"cannot bind {what}{host}:{port}: {error.strerror}") from error
+    return bound
+
+
 async def _dismiss(listener: asyncio.Task[None] | None) -> None:
     """Hear no more of a life that is over; somebody whom that process has started may hold its pipe."""
     if listener is not None:
@@ -329,20 +343,23 @@ async def _dismiss(listener: asyncio.Task[None] | None) -> None:
         await asyncio.gather(listener, return_exceptions=True)
 
 
-def _curl(url: str, *, demo: bool) -> str:
-    """A question to paste into a shell."""
+def _curl(url: str, *, demo: bool, chats: bool) -> str:
+    """A question to paste into a shell; as a conversation if the model `chats`: it has a template for them."""
     question = "Say hello."
     if demo:
         question = "The code of Mira is 4817. The code of Otto is 2093. What is the code of Mira?"
-    body = json.dumps({"messages": [{"role": "user", "content": question}], "temperature": 0})
+    path = "chat/completions" if chats else "completions"
+    asked = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question, "max_tokens": 32}
+    body = json.dumps({**asked, "temperature": 0})
     options = " -k" if url.startswith("https:") else ""
     if f"{ENV_PREFIX}API_KEYS" in os.environ:
         options += ' -H "Authorization: Bearer $KEY"'
-    return f"curl -sS{options} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl -sS{options} {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
 
 
-async def serve(settings: ServeSettings, stop: asyncio.Event, *, demo: bool) -> None:
-    """Start the stack and keep it until `stop`. `demo`: it serves the bundled model. Raises `OperatorError`."""
+async def serve(settings: ServeSettings, stop: asyncio.Event, *, demo: bool, chats: bool) -> None:
+    """Start the stack and keep it until `stop`. `demo`: it serves the bundled model. `chats`: that has a chat template.
+    Raises `OperatorError`."""
     stack = LocalStack(settings)
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(stack.start())
@@ -354,7 +371,7 @@ async def serve(settings: ServeSettings, stop: asyncio.Event, *, demo: bool) -> 
         url = starting.result()
         if stack.dashboard is not None:
             log.info("dashboard on %s", stack.dashboard)
-        print(f"ready: {_curl(url, demo=demo)}", flush=True)
+        print(f"ready: {_curl(url, demo=demo, chats=chats)}", flush=True)
         Announcer(settings.announce_fd).say(url=url, ready=True)
         watching = asyncio.create_task(stack.watch())
         await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -376,12 +393,15 @@ def main() -> None:
         settings = load(ServeSettings, "baton serve", sys.argv[1:])
         refuse_variables_of_the_stack(settings)
         require_worker_packages(settings.transport, settings.device)
+        for each in _api_ports(settings):  # before gigabytes are downloaded
+            _bound(*each).close()
         folder = resolve_model(settings.model, settings.revision, weights=True)
+        chats = settings.chat_template is not None or has_chat_template(folder)
         if is_hub_id(settings.model):  # a process that is restarted must not look up what the hub has by then
             settings = settings.model_copy(update={"revision": folder.name})
         configure_logging(settings.log_level, "baton serve", settings.log_format)
         end_with_parent(settings.end_with_parent)
-        run(lambda stop: serve(settings, stop, demo=folder == DEMO_FOLDER))
+        run(lambda stop: serve(settings, stop, demo=folder == DEMO_FOLDER, chats=chats))
 
     exit_on_operator_error(body)
 

@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from needs import require
 from served import Stack
 from sockets import descendants, listeners
 from stack import wait_until
@@ -94,6 +95,7 @@ async def http(stack: Stack) -> AsyncIterator[aiohttp.ClientSession]:
 
 def answer_to_its_curl(stack: Stack) -> dict[str, Any]:
     """The choice that the command answers which a stack prints."""
+    require("curl")
     command = shlex.split(stack.ready.removeprefix("ready:"))
     assert command[0] == "curl"
     assert json.loads(command[-1])["temperature"] == 0, "a sampled answer may be a wrong one"
@@ -253,6 +255,8 @@ async def test_an_answer_tells_what_was_cached_and_which_tokens_it_has(
             assert response.status == 200
             answers.append(await response.json())
     first, again = answers
+    assert first["system_fingerprint"].startswith("fp_")
+    assert again["system_fingerprint"] == first["system_fingerprint"]
     num_tokens = again["usage"]["prompt_tokens"]
     for (choice,) in (first["choices"], again["choices"]):
         assert len(choice["token_ids"]) == 4

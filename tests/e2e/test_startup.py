@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from stack import Workers, answer, generation, run_forked
+from model_hub import HUB_ID, model_hub
+from served import Stack
+from stack import START_TIMEOUT_S, Workers, answer, generation, run_forked, wait_until
 
 from common.contract.errors import Cause, FingerprintMismatchError
 from common.contract.messages.session import Welcome
@@ -66,11 +68,11 @@ def taken_port(listener: socket.socket) -> int:
         ("gateway", [], "--prefill-workers"),
         ("gateway", ["--prefill-workers", "x", "--decode-workers", "127.0.0.1:1"], "'x' is not host:port"),
         ("decode_worker", ["--speculation", "draft"], "speculation draft needs a draft_model"),
-        ("common.runtime.local_stack", ["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        ("common.runtime.local_stack", ["--model", "/nowhere/at/all", "--port", "0"], "/nowhere/at/all"),
     ],
 )
 def test_a_bad_option_or_model_is_one_line(module: str, options: list[str], expected: str) -> None:
-    is_first = options in (["--model", "/nowhere/at/all"], [])
+    is_first = options[:2] in (["--model", "/nowhere/at/all"], [])
     assert expected in run_to_the_end(module, options, "fresh" if is_first else "gateway")
 
 
@@ -142,6 +144,20 @@ def test_a_worker_that_downloads_ends_when_it_is_told_to(
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_stack_that_downloads_ends_with_ctrl_c(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """It does not wait for the files that it is downloading."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start programs with the signal ignored
+    commit = "a" * 40
+    with model_hub({commit: checkpoint("llama")}, commit) as hub:
+        hub.gives_weights.clear()
+        with Stack("--model", HUB_ID, wait=False, variables=hub.variables(tmp_path / "cache")) as stack:
+            weights = f"GET /{HUB_ID}/resolve/{commit}/model.safetensors"
+            wait_until(lambda: weights in hub.asked, "it asks for no weights", START_TIMEOUT_S)
+            code, log = stack.end(signal.SIGINT)
+    assert code == -signal.SIGINT, log
+    assert "Traceback" not in log, log
 
 
 def test_a_draft_model_with_other_tokens_is_one_line(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gateway_fixtures import byte_level_backend
 from model_hub import HUB_ID, ModelHub, model_hub
 from safetensors.numpy import save_file
 from waiting import eventually
@@ -20,12 +21,14 @@ from common.contract.errors import OperatorError
 from common.runtime.checkpoint import (
     DEMO_FOLDER,
     config_hash,
+    has_chat_template,
     is_hub_id,
     read_config,
     resolve_model,
     unchanged,
     weights_hash,
 )
+from gateway.text.tokenizer import ModelTokenizer
 
 CONFIG = {"model_type": "llama", "vocab_size": 7, "rope_scaling": {"factor": 2.0}}
 _PIECE_BYTES = 4 * 2**20
@@ -185,7 +188,7 @@ def test_a_revision_of_a_hub_id_is_what_is_downloaded(tmp_path: Path, monkeypatc
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     for revision in (None, "v1.0", "refs/pr/1"):
         assert resolve_model("owner/name", revision, weights=True) == tmp_path / "commit"
-    assert asked == [("owner/name", None), ("owner/name", "v1.0"), ("owner/name", "refs/pr/1")]
+    assert list(dict.fromkeys(asked)) == [("owner/name", None), ("owner/name", "v1.0"), ("owner/name", "refs/pr/1")]
     assert is_hub_id("owner/name")
 
 
@@ -279,6 +282,27 @@ def test_only_what_is_read_is_downloaded(repository: Path, tmp_path: Path) -> No
     assert weights_hash(snapshot) == known
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}, "model_type 'gemma3_text' is not"),
+        (CONFIG | {"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
+    ],
+    ids=["another family", "quantised"],
+)
+def test_the_weights_of_a_model_that_cannot_be_loaded_are_not_downloaded(
+    repository: Path, tmp_path: Path, stated: dict[str, object], reason: str
+) -> None:
+    write_config(repository, stated)
+    commit = "a" * 40
+    with model_hub({commit: repository}, commit) as hub:
+        done = resolving(hub, tmp_path / "worker", weights=True)
+    assert done.returncode == 1
+    assert f"ModelNotSupportedError: model {HUB_ID}: {reason}" in done.stderr
+    assert not [each for each in hub.asked if each.endswith(".safetensors")]
+
+
 def test_a_local_model_has_no_revisions(folder: Path) -> None:
     """It would be served as if it were the one that was asked for."""
     for name in ("demo", str(folder)):
@@ -364,6 +388,39 @@ def test_the_hash_ignores_the_chat_template(folder: Path) -> None:
         hashes.add(config_hash(folder))
     (folder / "chat_template.jinja").write_text("x")
     assert hashes == {config_hash(folder)}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_what_git_lfs_has_not_pulled_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 11422654\n")
+    for read in (config_hash, lambda folder: read_config(folder, name)):
+        with pytest.raises(OperatorError, match=f"{name} is a pointer of Git LFS: run `git lfs pull`"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("stated", "file", "has"),
+    [
+        ({}, None, False),
+        ({"chat_template": None}, None, False),
+        ({"chat_template": "x"}, None, True),
+        ({"chat_template": [{"name": each, "template": each} for each in ("default", "tool_use")]}, None, True),
+        ({}, "x", True),
+    ],
+    ids=["none", "null", "one", "several", "a file"],
+)
+def test_whether_there_is_a_chat_template_is_what_the_gateway_finds(
+    tmp_path: Path, stated: dict[str, object], file: str | None, has: bool
+) -> None:
+    assert not has_chat_template(tmp_path)
+    write_config(tmp_path, {"model_type": "llama"})
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **stated}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if file is not None:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    assert has_chat_template(tmp_path) is has
+    assert (ModelTokenizer.load(tmp_path).chat_template(False) != "") is has
 
 
 # --- the weights -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.contract.errors import ModelNotSupportedError, OperatorError
 from common.contract.kv_layout import KVLayout
+from common.contract.messages.fields import MAX_TOKENS
 from common.engine.model_config import MODEL_TYPES, ModelConfig
 from common.engine.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling, inverse_frequencies
 from common.runtime.checkpoint import context_tokens
@@ -223,6 +224,23 @@ def test_yarn_stretches_the_context_as_the_gateway_reads_it(tmp_path: Path) -> N
         rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         assert read(tmp_path, LLAMA | {"rope_scaling": rope}).max_sequence_tokens == context
         assert context_tokens(json.loads((tmp_path / "config.json").read_text()), tmp_path) == context
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"max_position_embeddings": 4 * MAX_TOKENS},
+        {
+            "max_position_embeddings": 2**17,
+            "rope_scaling": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 2**17},
+        },
+    ],
+    ids=["stated", "stretched"],
+)
+def test_a_context_ends_with_the_longest_sequence_that_a_message_holds(tmp_path: Path, stated: dict[str, Any]) -> None:
+    """No worker would get a longer one that the gateway lets in."""
+    assert read(tmp_path, LLAMA | stated).max_sequence_tokens == MAX_TOKENS
+    assert context_tokens(LLAMA | stated, tmp_path) == MAX_TOKENS
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)

@@ -248,6 +248,13 @@ def test_a_damaged_file(llama: Path) -> None:
         load(llama)
 
 
+def test_what_git_lfs_has_not_pulled(llama: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 988097824\n"
+    (llama / "model.safetensors").write_text(pointer)
+    with pytest.raises(OperatorError, match=r"model\.safetensors is a pointer of Git LFS: run `git lfs pull`"):
+        load(llama)
+
+
 def test_damaged_shards(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, sharded=True)
     index = folder / "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from load_server import Connection, ScriptedServer, obedient, scripted, token
 from pydantic import BaseModel
 from stack import until
 
-from benchmarks.load import plots
+from benchmarks.load import plots, results
 from benchmarks.load.settings import LoadSettings, PlotSettings, ReportSettings, SweepSettings, load
 from common.contract.errors import OperatorError
 
@@ -27,6 +27,13 @@ COMMANDS: dict[str, type[BaseModel]] = {
     "plot": PlotSettings,
 }
 GOAL = ("--ttft-target-s", "60")
+
+
+def test_a_copy_in_somebody_elses_repository_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that is installed into an environment there."""
+    for module in ("record", "load.results"):
+        monkeypatch.setattr(f"benchmarks.{module}.ROOT", Path(__file__).parent)
+    assert results._commit() is None
 
 
 @pytest.fixture

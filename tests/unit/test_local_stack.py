@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
+import json
+import os
+import pty
+import shlex
 import socket
+import struct
 import sys
+import termios
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 
@@ -85,9 +92,36 @@ def test_a_grace_that_the_stack_would_cut_off_is_refused(monkeypatch: pytest.Mon
 
 
 def test_the_question_to_paste_has_what_the_gateway_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _curl("http://host:1", demo=True).startswith("curl -sS http://host:1/v1/chat/completions ")
+    assert _curl("http://host:1", demo=True, chats=True).startswith("curl -sS http://host:1/v1/chat/completions ")
     monkeypatch.setenv("BATON_API_KEYS", "keys.toml")
-    assert _curl("https://host:1", demo=False).startswith('curl -sS -k -H "Authorization: Bearer $KEY" https://host:1/')
+    assert _curl("https://host:1", demo=False, chats=True).startswith(
+        'curl -sS -k -H "Authorization: Bearer $KEY" https://host:1/'
+    )
+
+
+def test_the_question_to_paste_is_a_prompt_where_there_is_no_chat_template() -> None:
+    *_, url, _, _, _, body = shlex.split(_curl("http://host:1", demo=False, chats=False))
+    assert url == "http://host:1/v1/completions"
+    assert json.loads(body) == {"prompt": "Say hello.", "max_tokens": 32, "temperature": 0}
+
+
+@pytest.mark.parametrize("option", ["--port", "--admin-port"])
+def test_an_occupied_port_is_told_before_a_model_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    def download(*_: object, **__: object) -> Path:
+        pytest.fail("it downloads the model first")
+
+    monkeypatch.setattr(local_stack, "resolve_model", download)
+    monkeypatch.setattr(local_stack, "require_worker_packages", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        told = {"--model": "owner/name", "--port": "0"} | {option: str(port)}
+        monkeypatch.setattr(sys, "argv", ["baton serve", *(word for pair in told.items() for word in pair)])
+        with pytest.raises(SystemExit) as leaving:
+            local_stack.main()
+    assert leaving.value.code == 2
+    assert f" port 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
 async def test_the_cores_that_the_stack_may_use_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +162,7 @@ async def test_every_process_is_given_the_commit_that_the_stack_has_found(
     monkeypatch.setattr(local_stack, "resolve_model", lambda *_, **__: tmp_path / commit)
     found: list[ServeSettings] = []
 
-    async def serve(settings: ServeSettings, stop: asyncio.Event, *, demo: bool) -> None:
+    async def serve(settings: ServeSettings, stop: asyncio.Event, **_: bool) -> None:
         found.append(settings)
 
     def run(body: Callable[[asyncio.Event], Coroutine[object, object, None]]) -> None:
@@ -184,6 +218,31 @@ async def test_a_process_that_cannot_be_started_at_all_is_an_operators_error() -
 def test_a_stack_without_an_output_for_errors_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     LocalStack(ServeSettings())._screen.show([])
+
+
+def test_progress_is_one_row_of_the_terminal_and_what_others_write_begins_at_its_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    children = [Child(f"{role}-{index}", role, []) for role in ("prefill", "decode") for index in (0, 1)]
+    for child in children:
+        child.facts.update(loaded=3, total=311)
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(controller, "rb", buffering=0) as screen, os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        stack = LocalStack(ServeSettings())
+        stack._screen.show([*children, Child("gateway", "gateway", [])])
+        shown = screen.read(1000).decode()
+        asyncio.run(stack.stop())
+        print("error: why", end="", file=stderr, flush=True)
+        then = ""
+        while not then.endswith("why"):
+            then += screen.read(1000).decode()
+        monkeypatch.undo()
+    assert shown.startswith("\033[Kprefill-0 loading 3/311  prefill-1 loading 3/311  decode-0 ")
+    assert shown.endswith("\r")
+    assert len(shown.removeprefix("\033[K").rstrip("\r")) == 79
+    assert then == "\r\033[Kerror: why", "it has a row of its own"
 
 
 def test_requests_wait_for_a_worker_that_is_restarted_unless_a_variable_says_otherwise(

@@ -73,10 +73,19 @@ def test_what_the_stack_serves_may_be_set_in_variables(folder: Path) -> None:
     (folder / ".venv/.installed").touch()
     variables = {"BATON_MODEL": "/models/x", "BATON_PREFILL": "2", "BATON_PORT": "9000"}
     told = make(folder, "--dry-run", "serve", **variables).stdout
-    assert "--model /models/x --prefill 2 --decode 1" in told
+    assert '--model "/models/x" --prefill 2 --decode 1' in told
     assert "--port 9000" in told
-    assert "--model /models/y" in make(folder, "--dry-run", "serve", MODEL="/models/y", **variables).stdout
-    assert "--model demo --prefill 1" in make(folder, "--dry-run", "serve").stdout
+    for model in ("/models/y", "/my models (all)/y"):
+        assert f'--model "{model}" ' in make(folder, "--dry-run", "serve", MODEL=model, **variables).stdout
+    assert '--model "demo" --prefill 1' in make(folder, "--dry-run", "serve").stdout
+
+
+def test_no_document_has_a_copy_installed_where_make_has_installed_the_checkout() -> None:
+    """`.venv/bin/baton` would run the copy from then on, whatever is edited."""
+    root = MAKEFILE.parent
+    documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "examples").glob("*.py")]
+    lines = [line for path in documents for line in path.read_text().splitlines() if ".venv/bin/pip install" in line]
+    assert not [line for line in lines if "install -e" not in line]
 
 
 def test_the_searches_of_the_model_find_what_they_import() -> None:

@@ -80,11 +80,11 @@ def test_whoever_lacks_something_is_told_what_is_not_tested(tmp_path: Path) -> N
         assert line.startswith(f"NOT TESTED: {need.tested}: there is no ")
         assert line.endswith(need.remedy)
     packages = needs_of("--packages", PATH=str(tmp_path)).split()
-    assert packages == ["chromium", "prometheus", "gcc", "libc6-dev", "make", "git", "iproute2"]
+    assert packages == ["chromium", "prometheus", "gcc", "libc6-dev", "make", "curl", "git", "iproute2"]
 
 
 def test_what_is_there_is_not_mentioned(tmp_path: Path) -> None:
-    for program in ("chrome", "promtool", "kubectl", "cc", "make", "git"):
+    for program in ("chrome", "promtool", "kubectl", "cc", "make", "curl", "git"):
         (tmp_path / program).write_text("#!/bin/sh\necho false\n")
         (tmp_path / program).chmod(0o755)
     lines = needs_of(PATH=str(tmp_path), CHROMIUM="chrome").splitlines()
