@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,7 +79,6 @@ def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
     return ApiSettings(
         model_name=names[0],
         other_names=names[1:],
-        system_fingerprint=_system_fingerprint(folder),
         model_vocab_size=vocab_size,
         limits=limits,
         sampling_defaults=SamplingDefaults.from_model(folder),
@@ -92,9 +92,12 @@ def api_settings_of(settings: GatewaySettings, folder: Path) -> ApiSettings:
     )
 
 
-def _system_fingerprint(folder: Path) -> str:
-    """An identifier that changes when the same seed may give another answer, as far as a gateway can tell."""
-    return "fp_" + hashlib.sha256(f"{version()} {config_hash(folder)}".encode()).hexdigest()[:12]
+def system_fingerprint_of(model_hash: str, tokenizer: ModelTokenizer, defaults: SamplingDefaults) -> str:
+    """An identifier that changes when the same request with the same seed may get another answer, as far as a gateway
+    can tell: it knows no weights, and does not tell commits of one version apart."""
+    templates = [tokenizer.chat_template(with_tools) for with_tools in (False, True)]
+    known = repr((version(), model_hash, templates, defaults))
+    return "fp_" + hashlib.sha256(known.encode()).hexdigest()[:12]
 
 
 def _secrets(settings: GatewaySettings, metrics: GatewayMetrics) -> tuple[Keyring | None, ServerTls | None]:
@@ -143,12 +146,12 @@ def ttft_limits_of(settings: GatewaySettings) -> TtftLimits:
     )
 
 
-def _dispatcher(settings: GatewaySettings, folder: Path) -> Dispatcher:
+def _dispatcher(settings: GatewaySettings, model_hash: str) -> Dispatcher:
     """The dispatcher of the settings. Raises `OperatorError`."""
     registry = Registry(
         settings.prefill_workers,
         settings.decode_workers,
-        config_hash(folder),
+        model_hash,
         colocated=not settings.prefill_workers and settings.prefill_service is None,
         stall_s=settings.engine_stall_s,
     )
@@ -187,6 +190,17 @@ async def _sources(settings: GatewaySettings, stack: AsyncExitStack) -> dict[Rol
     return {role: EndpointSliceSource(api, namespace, service, resync_s=period_s) for role, service in named.items()}
 
 
+def _tokenizer(settings: GatewaySettings, folder: Path, model_hash: str) -> ModelTokenizer:
+    """Load the tokenizer of the model in `folder`, whose `config_hash` was `model_hash`. Raises `OperatorError`, also
+    if that has changed meanwhile: workers with the earlier hash have another tokenizer."""
+    with collector_paused():
+        template = settings.chat_template
+        tokenizer = ModelTokenizer.load(folder, None if template is None else Path(template))
+    if config_hash(folder) != model_hash:
+        raise OperatorError(f"{folder} has changed while the model was loaded")
+    return tokenizer
+
+
 async def serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event) -> None:
     """Bind, load, connect, and serve until `stop`. Raises `OperatorError`, and whatever ends the links or the
     discovery: open requests then end with an error at once."""
@@ -198,7 +212,8 @@ async def _serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, s
     # The signal asks other servers to read their files again: this one does so anyway.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     announcer = Announcer(settings.announce_fd)
-    dispatcher = _dispatcher(settings, folder)
+    model_hash = config_hash(folder)
+    dispatcher = _dispatcher(settings, model_hash)
     api_settings = api_settings_of(settings, folder)
     metrics = GatewayMetrics(api_settings.model_name)
     metrics.registry.register(dispatcher)
@@ -211,13 +226,12 @@ async def _serve(settings: GatewaySettings, folder: Path, stop: asyncio.Event, s
     admin_port = None
     if settings.admin_port is not None:
         admin_port = await BoundPort.open(stack, settings.admin_host, settings.admin_port, "the admin port ")
-    with collector_paused():
-        template = settings.chat_template
-        tokenizer = ModelTokenizer.load(folder, None if template is None else Path(template))
+    tokenizer = _tokenizer(settings, folder, model_hash)
+    fingerprint = system_fingerprint_of(model_hash, tokenizer, api_settings.sampling_defaults)
     app = create_app(
         dispatcher,
         tokenizer,
-        api_settings,
+        replace(api_settings, system_fingerprint=fingerprint),
         metrics,
         keyring=keyring,
         traces=tracing,

@@ -140,7 +140,7 @@ class _Api:
         self._traces = traces
         self._ending = ending
         self._guard = guard
-        self._intake = Intake(tokenizer, settings, lambda: generator.ready().max_sequence_tokens)
+        self._intake = Intake(tokenizer, settings, generator.ready)
         self._started_unix_s = int(time.time())
         self._document = document()
 

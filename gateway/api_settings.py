@@ -58,11 +58,13 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
 
     @classmethod
     def from_model(cls, folder: Path) -> SamplingDefaults:
-        """The model author's defaults from `generation_config.json`, if that file enables sampling (`do_sample`).
+        """The model author's defaults from `generation_config.json`. If that file does not enable sampling
+        (`do_sample`), only its repetition penalty counts: `transformers` applies it to greedy output, too.
 
         Raises `OperatorError` if the file is there and its values cannot be used.
         """
@@ -71,9 +73,8 @@ class SamplingDefaults:
             return cls()
         try:
             config = json.loads(path.read_text())
-            if not config.get("do_sample"):
-                return cls()
-            given = {name: config[name] for name in cls.__slots__ if config.get(name) is not None}
+            names = cls.__slots__ if config.get("do_sample") else ("repetition_penalty",)
+            given = {name: config[name] for name in names if config.get(name) is not None}
             TypeAdapter(SamplingParams).validate_python({"max_tokens": 1, **given})
         except (OSError, ValueError, AttributeError, RecursionError, ValidationError) as error:
             raise OperatorError(f"cannot use {path}: {error}") from error

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from common.contract.errors import FingerprintMismatchError
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Version of the wire protocol; two processes of different versions refuse each other.
 
 History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode workers; pulled prefixes.
@@ -19,7 +19,8 @@ History: 1, the first. 2, tiers, tenants and salts; prompts computed by decode w
 are not refused because of the queue. 8, log probabilities of prompts. 9, KV heads outermost in a block.
 10, the tokens of a step as columns. 11, predictions, and counts of drafted tokens.
 12, profiles of decode workers, and their time between tokens. 13, caches in parts, one for each rank of a worker.
-14, one choice of a request given up. See docs/protocol.md.
+14, one choice of a request given up. 15, the same files give other hashes, ends and KV than before; unknown fields of
+messages of the link are ignored. See docs/protocol.md.
 """
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -37,7 +38,7 @@ class KVLayout:
     `num_blocks` such blocks, one after another.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
 
     num_layers: _Positive
     num_kv_heads: _Positive
@@ -64,9 +65,10 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """The properties that must be equal in two workers before one may read KV from the other."""
+    """The properties that must be equal in two workers before one may read KV from the other. Of another protocol
+    version only that number need be understood: fields that are not known are ignored."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
 
     protocol_version: Annotated[int, Field(strict=True, ge=0)] = PROTOCOL_VERSION
     config_hash: _Text

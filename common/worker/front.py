@@ -163,17 +163,29 @@ class Front(Generic[_Request]):
         """A session opens, perhaps again: the client has given up the pulls that it does not list. Returns the requests
         that it has given up."""
         self.lender.on_hello(peer, listed)
-        return [request for request in self._owned_by(peer) if request.key not in listed]
+        given_up = [request for request in self._owned_by(peer) if request.key not in listed]
+        self._count_orphans(peer, given_up)
+        return given_up
 
     def lost(self, peer: Incarnation) -> list[_Request]:
         """A client's session is over; returns its requests."""
         self.lender.on_peer_lost(peer)
         self._gateways.pop(peer, None)
-        return self._owned_by(peer)
+        owned = self._owned_by(peer)
+        self._count_orphans(peer, owned)
+        return owned
 
     def open_requests(self, peer: Incarnation) -> tuple[RequestKey, ...]:
         """The requests of a gateway that are open here, or wait for its acknowledgement."""
         return tuple(request.key for request in self._owned_by(peer))
+
+    def _count_orphans(self, gateway: Incarnation, requests: Iterable[_Request]) -> None:
+        """Count those that are open as cancelled: they end without a message."""
+        num_open = sum(request.key.request in self.requests for request in requests)
+        for _ in range(num_open):
+            self.count(Cause.CANCELLED)
+        if num_open:
+            log.info("%d open requests end here: gateway %s no longer has them", num_open, gateway)
 
     def _owned_by(self, gateway: Incarnation) -> list[_Request]:
         return [each for each in (*self.requests.values(), *self.finished.values()) if each.gateway == gateway]

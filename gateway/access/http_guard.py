@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import Final
 
 from aiohttp import web
@@ -21,10 +22,12 @@ from gateway.observability.metrics import GatewayMetrics
 from gateway.serving.generation import GenerationFailed
 from gateway.web.ending import Ending
 from gateway.web.http_errors import CLIENT_CLOSED_REQUEST, ApiError, from_failure, from_http, internal_error
-from gateway.web.request_ids import ACCEPTED
+from gateway.web.request_ids import ACCEPTED, REFUSAL
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"}) | assets.PATHS.keys()
 """Paths that need no key: those of probes and scrapers, and the dashboard page, where a person enters a key."""
+_OWN_WORDS: Final = frozenset({401, 403, 429, 503})
+"""Statuses whose messages contain nothing of what the client wrote."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,6 +119,7 @@ class Guard:
             accepted = request.get(ACCEPTED, False)  # those are counted by `RequestLife`
             if request.method == "POST" and not accepted and answer.code in (Cause.INTERNAL, Cause.CAPACITY):
                 self._metrics.failed(answer.code)
+        request[REFUSAL] = _described(request, answer)
         return answer.response(headers)
 
     def knows(self, request: web.Request) -> bool:
@@ -157,6 +161,18 @@ def as_api_error(error: Exception) -> ApiError:
         case _:
             _LOG.error("unexpected error", exc_info=error)
             return internal_error()
+
+
+def _described(request: web.Request, answer: ApiError) -> dict[str, str]:
+    """What the log says of a refusal: of what the client wrote, only its tenant."""
+    caller = request.get(CALLER)
+    fields = {
+        "code": answer.code,
+        "param": re.split(r"[.\[]", answer.param or "", maxsplit=1)[0],  # what follows may be the client's
+        "tenant": None if caller is None else caller.tenant,
+        "why": answer.message if answer.status in _OWN_WORDS else None,
+    }
+    return {name: value for name, value in fields.items() if value}
 
 
 def _endpoint(request: web.Request) -> str:

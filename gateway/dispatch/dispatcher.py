@@ -30,6 +30,7 @@ from common.contract.tiers import NO_TARGETS, Target, Tier
 from common.runtime.channel import RECONNECT_S
 from common.runtime.clock import Clock, Pulse
 from common.runtime.curve import CurveKeys
+from common.runtime.logs import about
 from common.runtime.probes import counter, gauge
 from gateway.dispatch.links import Links
 from gateway.dispatch.open_request import OpenRequest
@@ -137,6 +138,7 @@ class Dispatcher(Collector):
             ready=Role.DECODE not in missing,
             reason=reason,
             max_sequence_tokens=self._registry.max_sequence_tokens,
+            usual_sequence_tokens=self._registry.usual_sequence_tokens,
             details=lambda: {"workers": self.links.workers(), "in_flight": len(self._open)},
         )
 
@@ -312,7 +314,9 @@ class Dispatcher(Collector):
             case Done() | Fail():
                 story = request.flow.story
                 if isinstance(action, Fail) and len(story) > 1:  # clients are told no addresses
-                    log.info("request %s failed: %s", next(iter(request.flow.requests)), "; ".join(story))
+                    work_id, answer_id = next(iter(request.flow.requests)), request.flow.generation.waterfall.request_id
+                    fields = about("story", id=answer_id, request=work_id)
+                    log.info("request %s of %s failed: %s", work_id, answer_id, "; ".join(story), extra=fields)
                 request.mailbox.put(action)
 
     def _deliver(self, request: OpenRequest, deliver: Deliver) -> None:
@@ -333,6 +337,7 @@ class Dispatcher(Collector):
             fields = request.about("failed_over", want.key, choices=choices, why=why)
             log.warning("request %s goes on elsewhere: %s", want.key.request, why, extra=fields)
             request.flow.generation.waterfall.failed(choices, self._clock())
+            request.unbind()
         if want.delay_s > 0:
             asyncio.get_running_loop().call_later(want.delay_s, self._delay_over, request, want)
         else:

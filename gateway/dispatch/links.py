@@ -129,6 +129,8 @@ class Links:
         listed = {each.address: each for each in endpoints}
         for address, endpoint in listed.items():
             worker = self._registry.workers.get(address)
+            if worker is not None and worker.role is not role and worker.serving and not endpoint.serving:
+                continue  # its address was a worker's of this role, whose pod ends and is still listed
             if worker is not None and (worker.role, worker.identity) != (role, endpoint.identity):
                 self._forget(address, "its address is another worker's now")
                 worker = None
@@ -229,19 +231,29 @@ class Links:
         order = self._orders.pop(link.address, None)
         if order is not None and order.worker == link.worker:  # it may have been lost with the session before
             self._order(link.address, order.message)
+        all_fit = self._registry.misfit() is None
         try:
             self._registry.opened(link.address, link.worker, welcome, self._clock())
         except FingerprintMismatchError as error:
-            serves = any(worker.in_flight for worker in self._registry.workers.values())
-            if self._follows or self._usable.is_set() or serves:
+            if not self._ends_start(str(error)):
                 log.error("worker refused: %s", error)
-            elif self._failure is not None and not self._failure.done():  # the first of several misfits is enough
-                self._failure.set_exception(error)
+            return
+        misfit = self._registry.misfit()
+        if all_fit and misfit is not None and self._ends_start(misfit):  # a prefill worker, beside a new decode worker
             return
         log.info("%s worker at %s, transport %s", welcome.role, link.address, welcome.transport)
         for request, attempt in set(welcome.open_requests) - self._requests.keys_at(link.address):
             link.send(Abort(request=request, attempt=attempt))  # it has ended here since the Hello
         self._workers_changed()
+
+    def _ends_start(self, misfit: str) -> bool:
+        """Whether workers do not fit together from the start, which ends `run`."""
+        serves = any(worker.in_flight for worker in self._registry.workers.values())
+        if self._follows or self._usable.is_set() or serves:
+            return False
+        if self._failure is not None and not self._failure.done():  # the first of several misfits is enough
+            self._failure.set_exception(FingerprintMismatchError(misfit))
+        return True
 
     def on_broken(self, link: ControlClient) -> None:
         """Handle a broken connection. Whether the worker has crashed is not known yet."""

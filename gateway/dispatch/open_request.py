@@ -33,7 +33,8 @@ class OpenRequest:
     """Hashes of the full blocks of the prompt without its last token, which is computed in any case; none without
     a block size."""
     fingerprint: Fingerprint | None = None
-    """Fingerprint of the workers that the request began on; it continues only on workers with the same one."""
+    """Fingerprint of the workers that the request began on; it continues only on workers with the same one, unless
+    nothing of it is left (`unbind`)."""
     cached: Cached = field(default_factory=dict)
     """Leading prompt tokens that each worker had cached when the request was last placed."""
     expected: Expected | None = None
@@ -47,13 +48,22 @@ class OpenRequest:
 
     def hash_prompt(self, block_size: int) -> None:
         """Hash the prompt's blocks of this size, unless they are hashed already."""
-        if self.block_size:
+        if self.block_size == block_size:
             return
         generation = self.flow.generation
         chain = BlockChain(block_size, generation.cache_salt)
         # The last token is computed in any case, because its logits are needed.
         chain.extend(generation.token_ids, len(generation.token_ids) - 1)
         self.block_size, self.block_hashes = block_size, chain.hashes
+
+    def unbind(self) -> None:
+        """Let workers of any fingerprint begin the request anew, if nothing of it is left from the ones before: no
+        attempt, no offered KV, and nothing that the client has been told."""
+        flow = self.flow
+        prompt_len = len(flow.generation.token_ids)
+        told = flow.report.next_position > 1 or any(choice.next_position > prompt_len for choice in flow.choices)
+        if not (told or flow.attempts or any(want.offer is not None for want in flow.wants)):
+            self.fingerprint = None
 
     @property
     def deadline(self) -> float:

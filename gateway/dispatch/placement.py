@@ -255,7 +255,8 @@ class Placement:
             prefill=None if source is None else source.address,
             decode=route.decode.address,
         )
-        log.info("request %s: %s", want.key.request, flow.story[-1], extra=fields)
+        answer_id = flow.generation.waterfall.request_id
+        log.info("request %s of %s: %s", want.key.request, answer_id, flow.story[-1], extra=fields)
         return actions
 
     def _note_degradation(self) -> None:

@@ -58,9 +58,12 @@ class TokenRows:
 
     def deliver(self, address: str, message: StepTokens, now: float) -> list[Tokens]:
         """Give each client the token of its sequence. Most tokens need nothing else; the others are returned, for the
-        flows to decide."""
+        flows to decide. The tokens of one sequence, of which a step with a draft may have several, follow each
+        other."""
         rows, rest = self._rows, []
+        before: Handle | None = None
         for handle, position, token_id in zip(message.handles, message.positions, message.token_ids, strict=True):
+            joined, before = handle == before, handle
             row = rows.get(handle)
             if row is None or row.address != address:
                 self.num_stale += 1
@@ -68,7 +71,7 @@ class TokenRows:
             choice, leg = row.choice, row.leg
             if leg.first_at is not None and row.attempt.take(choice, position, token_id):
                 leg.last_at = now
-                delta = Delta(choice.index, (token_id,))
+                delta = Delta(choice.index, (token_id,), joined=joined)
                 if row.shortcut is None or not row.mailbox.waited_for or not row.shortcut(delta):
                     _put(row.mailbox, delta)
                 continue
@@ -88,6 +91,7 @@ def _put(mailbox: ClientMailbox, delta: Delta) -> None:
             if isinstance(item, Delta) and item.choice == delta.choice:
                 if len(item.token_ids) < _JOINED_TOKENS and item.logprobs is None and item.finish_reason is None:
                     item.token_ids += delta.token_ids
+                    item.joined &= delta.joined
                     return
                 break
     mailbox.put(delta)

@@ -24,7 +24,7 @@ from gateway.intake.schemas import (
 )
 from gateway.intake.structured_output import grammar_of
 from gateway.intake.tool_grammar import chat_grammar, usable_tools
-from gateway.serving.generation import Admittance, Generation
+from gateway.serving.generation import Admittance, Generation, Readiness
 from gateway.text.answer_parts import AnswerPlan
 from gateway.text.detokenizer import TokenDecoder
 from gateway.text.dialect import Dialect
@@ -118,13 +118,11 @@ class Intake:
     """Turns validated forms into jobs. Raises `ApiError`: a 400 (or a 404 for an unknown model) that names the field at
     fault, or a 429."""
 
-    def __init__(
-        self, tokenizer: ModelTokenizer, settings: ApiSettings, workers_take: Callable[[], int | None] = lambda: None
-    ) -> None:
-        """`workers_take` returns the most tokens of one sequence that any decode worker takes, or None while unknown.
-        It may be below the model's context if the KV caches are small."""
+    def __init__(self, tokenizer: ModelTokenizer, settings: ApiSettings, ready: Callable[[], Readiness]) -> None:
+        """`ready` tells how many tokens of one sequence the decode workers take: fewer than the model's context if the
+        KV caches are small."""
         self._tokenizer = tokenizer
-        self._workers_take = workers_take
+        self._ready = ready
         self._settings = settings
         self._limits = settings.limits
         self._most_bytes = settings.limits.max_answer_bytes
@@ -193,7 +191,8 @@ class Intake:
             stops=form.stop,
         )
         most = most_tokens(form, self._most_bytes, 1, num_logprobs, len(token_ids))
-        length = LengthLimit("max_completion_tokens", form.max_completion_tokens, None, most, self._most_bytes)
+        usual = self._usual_length(form, len(token_ids), context)
+        length = LengthLimit("max_completion_tokens", form.max_completion_tokens, usual, most, self._most_bytes)
         if form.max_completion_tokens is None:
             length = length._replace(param="max_tokens", asked=form.max_tokens)
         generation = self._generation(form, tenant, token_ids, "messages", context, length, num_logprobs, grammar)
@@ -251,7 +250,14 @@ class Intake:
 
     def _context(self) -> int:
         """Most tokens of prompt and answer together: the model's limit, or less if the decode workers take less."""
-        return min(self._limits.max_sequence_tokens, self._workers_take() or self._limits.max_sequence_tokens)
+        most = self._limits.max_sequence_tokens
+        return min(most, self._ready().max_sequence_tokens or most)
+
+    def _usual_length(self, form: ChatRequest, num_prompt_tokens: int, context: int) -> int | None:
+        """Tokens of an answer whose client gives no number: what the usual length of a sequence leaves, if that is at
+        least `min_tokens`, and half of what the context leaves. Else None, for all of that."""
+        left = (self._ready().usual_sequence_tokens or context) - num_prompt_tokens
+        return left if left >= max((context - num_prompt_tokens) / 2, form.min_tokens or 0) else None
 
     def _expect(self, prompts: Sequence[Prompt], param: str, context: int, charge: ChargeAhead) -> None:
         """Before tokenising, refuse texts whose length alone exceeds the context, and charge texts that are long
@@ -361,6 +367,7 @@ class Intake:
             "temperature": defaults.temperature,
             "top_p": defaults.top_p,
             "top_k": defaults.top_k,
+            "min_p": defaults.min_p,
             "repetition_penalty": defaults.repetition_penalty,
             "seed": secrets.randbits(63),
             "stop_token_ids": tuple(form.stop_token_ids or ()),

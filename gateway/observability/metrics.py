@@ -8,6 +8,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from common.contract.errors import Cause
+from common.contract.tiers import Tier
 from common.runtime.counting import PlainCounter, PlainHistogram
 from gateway.observability.finished_metrics import REQUEST_BUCKETS_S, FinishedMetrics
 from gateway.observability.recent import Recent
@@ -15,7 +16,7 @@ from gateway.text.choice_text import CallTally
 
 _TTFT_BUCKETS_S: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
-    1.0, 2.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
 )  # fmt: skip
 _TOKEN_BUCKETS_S: Final = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
@@ -82,6 +83,16 @@ class GatewayMetrics:
         )
         for cause in Cause:  # Prometheus sees no increase in a counter that first appears as 1
             self._failed.labels(cause)
+        self._finished = PlainCounter(
+            "baton_gateway_requests_finished",
+            "Requests that finished, by tier and by whether they met the tier's targets. Those whose clients left are "
+            "counted if they had missed one by then.",
+            ["tier", "met"],
+            registry=self.registry,
+        )
+        for tier in Tier:
+            self._finished.labels(tier, "yes")
+            self._finished.labels(tier, "no")
         self.of_finished = FinishedMetrics(self.registry, model_name)
         self.requests_in_flight = Gauge(
             "baton_gateway_requests_in_flight", "POST requests being served.", registry=self.registry
@@ -139,6 +150,15 @@ class GatewayMetrics:
         """Count an attempt to read a changed file again, and record whether its content is now in force (`good`)."""
         self._files_reloaded.labels(file, "ok" if good else "refused").inc()
         self._file_refused.labels(file).set(not good)
+
+    def request_finished(self, tier: Tier, now_s: float, *, met: bool) -> None:
+        """Record a request that finished. `met`: within its tier's targets."""
+        self._finished.labels(tier, "yes" if met else "no").inc()
+        self.recent.finished(now_s, met=met)
+
+    def left_late(self, tier: Tier) -> None:
+        """Count a request whose client left after a target was missed."""
+        self._finished.labels(tier, "no").inc()
 
     def finished(self, reason: str) -> None:
         """Count a choice that finished, by reason."""

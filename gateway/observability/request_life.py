@@ -18,7 +18,7 @@ from gateway.answer.responses import AnswerFormat
 from gateway.intake.request_intake import Job
 from gateway.observability.metrics import GatewayMetrics
 from gateway.text.choice_text import Piece
-from gateway.web.request_ids import ACCEPTED, REQUEST_ID
+from gateway.web.request_ids import ACCEPTED, HEADER, REQUEST_ID
 
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
 """W3C Trace Context headers, which name the trace that a request belongs to."""
@@ -96,7 +96,7 @@ class RequestLife:
         self._log(
             logging.INFO,
             "accepted",
-            f"{job.num_prompt_tokens} tokens, {first.tier} tier",
+            f"{job.num_prompt_tokens} tokens, {first.tier} tier, {HEADER} {self.request_id}",
             operation=self.operation,
             prompt_tokens=job.num_prompt_tokens,
             prompts=len(job.generations),
@@ -131,7 +131,7 @@ class RequestLife:
         """Record that every choice has ended."""
         metrics = self._metrics
         metrics.request_latency.observe(now - self.waterfall.arrived_at)
-        metrics.recent.finished(now, met=self._met)
+        metrics.request_finished(self.job.generations[0].tier, now, met=self._met)
         self._end(now, finished=True)
         stages_ns = self.waterfall.stages_ns()
         metrics.of_finished.times(self.waterfall, stages_ns)
@@ -153,6 +153,8 @@ class RequestLife:
         if self._over:
             return
         self.cause = cause
+        if cause is Cause.CANCELLED and self._late(now):
+            self._metrics.left_late(self.job.generations[0].tier)
         self._end(now, finished=False)
         event = "failed"
         if cause is Cause.CANCELLED:
@@ -168,6 +170,12 @@ class RequestLife:
             why=message,
             completion_tokens=self.num_tokens,
         )
+
+    def _late(self, now: float) -> bool:
+        """Whether a request that has not ended yet has missed a target already."""
+        waited_s = now - self.waterfall.arrived_at if self.ttft_s is None else self.ttft_s
+        slow = (c for c in self._choices.values() if c.last_s - c.first_s > (c.num_tokens - 1) * self._target.itl_s)
+        return not self._met or waited_s > self._target.ttft_s or any(slow)
 
     def timings(self) -> dict[str, Any]:
         """The account of the request's time in milliseconds; the stages add up to `e2e_ms`. Valid after the end
@@ -192,7 +200,7 @@ class RequestLife:
         choice = self._choices.get(piece.choice)
         if choice is None:
             choice = self._choices[piece.choice] = _ChoiceTimes(now, now)
-        else:
+        elif not piece.joined:
             gap_s = now - choice.last_s
             metrics.inter_token_latency.observe(gap_s)
         choice.last_s = now

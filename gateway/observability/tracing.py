@@ -38,7 +38,8 @@ class Tracing(Collector):
     """Sends requests to a collector (`gateway.observability.request_life.Traces`), and counts sent and failed spans."""
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """The caller's `traceparent` decides whether a request is traced; without it, `OTEL_TRACES_SAMPLER` decides."""
+        """`OTEL_TRACES_SAMPLER` decides whether a request is traced; by default as the caller's `traceparent` says, and
+        without it every one."""
         self._exporter = _Counting(exporter)
         name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "baton-gateway"}
         self._provider = TracerProvider(resource=Resource.create(name), shutdown_on_exit=False)

@@ -96,6 +96,9 @@ class Delta:
     more: bool = False
     """Whether the next delta of this choice, or the end, is available already, so that its reader will not wait for
     it."""
+    joined: bool = False
+    """Whether it has come together with the choice's delta before it: from the same step, so that no time is between
+    the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,9 @@ class Readiness(NamedTuple):
     """One line for an operator."""
     max_sequence_tokens: int | None = None
     """Most tokens, prompt and output, of one sequence at any usable decode worker; None while unknown."""
+    usual_sequence_tokens: int | None = None
+    """Most tokens of a sequence whose client gives no length: so many that all decode workers take it that are nearly
+    as large as the largest; None while unknown."""
     details: Callable[[], Mapping[str, object]] = dict
     """Returns further details, which `/ready` shows; JSON values only. Few of those who ask want them."""
 

@@ -145,6 +145,7 @@ def _token_by_token(delta: Delta) -> Iterator[Delta]:
             logprobs=None if delta.logprobs is None else delta.logprobs[index : index + 1],
             finish_reason=delta.finish_reason if index == last else None,
             more=delta.more or index < last,
+            joined=delta.joined or index > 0,
         )
 
 

@@ -67,6 +67,8 @@ class Piece:
     """Set on the choice's last piece if calls were looked for."""
     more: bool = False
     """Whether the next piece is available already, so that its chunk may be sent together with this one's."""
+    joined: bool = False
+    """Whether its tokens have come together with those of the choice's piece before it."""
     token_ids: tuple[int, ...] = ()
     """Ids of the tokens that `num_tokens` counts, if they were asked for."""
     num_reasoning_tokens: int = 0
@@ -164,6 +166,7 @@ class ChoiceText:
             finish_reason=finish_reason,
             stop_reason=stop,
             more=delta.more and not self.ended,
+            joined=delta.joined,
             token_ids=delta.token_ids[: len(offsets)] if self._with_token_ids else (),
         )
 

@@ -17,6 +17,8 @@ MAX_CHARS: Final = 128
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 ACCEPTED: Final = web.RequestKey("accepted", bool)
 """Set on a generating request once it is valid; from then on `RequestLife` logs its events."""
+REFUSAL: Final = web.RequestKey("refusal", dict[str, str])
+"""What the log is to say of a refused request besides its path and status, by field."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,8 +31,10 @@ async def name_requests(request: web.Request, handler: Handler) -> web.StreamRes
     request[REQUEST_ID] = name = given[0] if usable else secrets.token_hex(16)
     response = await handler(request)
     if request.method == "POST" and response.status >= 400 and not request.get(ACCEPTED, False):
-        fields = about("refused", x_request_id=name, path=request.path, status=response.status)
-        _LOG.info("request %s refused with %d", name, response.status, extra=fields)
+        refusal = request.get(REFUSAL, {})
+        fields = about("refused", x_request_id=name, path=request.path, status=response.status, **refusal)
+        told = "".join(f", {field} {value}" for field, value in refusal.items())
+        _LOG.info("request %s refused with %d%s", name, response.status, told, extra=fields)
     return response
 
 

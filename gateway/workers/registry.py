@@ -29,6 +29,8 @@ _EXPECTED_S = 600.0
 """Seconds after its loss for which a worker is expected back: a large model takes minutes to load."""
 _MAX_GONE = 4096
 """Most removed workers whose last incarnations are remembered."""
+_NEARLY = 7 / 8
+"""Share of what the largest decode worker takes in one sequence from which on another one takes nearly as much."""
 _NO_ROOM_S = 1.0
 """Seconds after which a worker that had no room for a running sequence is asked again, although it holds no less."""
 
@@ -41,13 +43,15 @@ class _Usable:
     missing: list[Role]
     block_size: int
     max_sequence_tokens: int | None
+    usual_sequence_tokens: int | None
 
 
 class Registry:
     """All workers that this gateway knows, by address.
 
-    All usable workers have one fingerprint: that of the available worker with the oldest session. Workers with another
-    fingerprint are refused as long as a worker with that one is available.
+    All usable workers have one fingerprint: that of the available decode worker with the oldest session, because a
+    prefill worker alone serves nobody. Without an available decode worker, it is that of the available prefill worker
+    with the oldest session. Available workers with another fingerprint are refused.
     """
 
     def __init__(
@@ -269,11 +273,14 @@ class Registry:
             }
             needed = (Role.DECODE,) if self.colocated else (Role.PREFILL, Role.DECODE)
             said = [worker.welcome for _, worker in usable if worker.welcome is not None]
+            sizes = [welcome.max_sequence_tokens for welcome in said if welcome.role is Role.DECODE]
+            largest = max(sizes, default=0)
             self._usable = _Usable(
                 rows=rows,
                 missing=[role for role in needed if not len(rows[role])],
                 block_size=said[0].fingerprint.layout.block_size if said else 0,
-                max_sequence_tokens=max((w.max_sequence_tokens for w in said if w.role is Role.DECODE), default=None),
+                max_sequence_tokens=largest or None,
+                usual_sequence_tokens=min((size for size in sizes if size >= _NEARLY * largest), default=None),
             )
         return self._usable
 
@@ -281,6 +288,12 @@ class Registry:
     def max_sequence_tokens(self) -> int | None:
         """Most tokens of one sequence at any usable decode worker; None without one."""
         return self._usable_workers.max_sequence_tokens
+
+    @property
+    def usual_sequence_tokens(self) -> int | None:
+        """Most tokens of one sequence at the smallest usable decode worker that takes nearly as many as the largest;
+        None without one."""
+        return self._usable_workers.usual_sequence_tokens
 
     @property
     def block_size(self) -> int:
@@ -294,6 +307,11 @@ class Registry:
     def missing(self) -> list[Role]:
         """Roles that need a usable worker and have none."""
         return self._usable_workers.missing
+
+    def misfit(self) -> str | None:
+        """Why one of the workers with an open session is refused; None if none is."""
+        sessions = (worker for worker in self.workers.values() if worker.welcome is not None)
+        return next((worker.refused for worker in sessions if worker.refused is not None), None)
 
     def _update_table(self) -> None:
         if self._table is not None:
@@ -311,7 +329,7 @@ class Registry:
         self.epoch += 1
         self._usable = None
         first: WorkerView | None = None
-        for worker in sorted(self.workers.values(), key=lambda each: each.session):
+        for worker in sorted(self.workers.values(), key=lambda each: (each.role is Role.PREFILL, each.session)):
             if worker.welcome is None:
                 continue
             before, worker.refused = worker.refused, None

@@ -281,7 +281,7 @@ async def test_the_stream_goes_on(stage: Theatre, references: References, fault:
         assert [each.tokens for each in answers] == expected
         assert all(each.reasons == ["length"] for each in answers)
         await recovered(stage, dispatcher, registry)
-    stage.workers().wait_for_baseline()
+    stage.wait_for_baseline()
 
 
 @begun_anew_if_collapsed
@@ -307,7 +307,7 @@ async def test_a_stream_leaves_a_decode_worker_that_reaches_no_prefill_worker(
                 stage.d1.host.heal()
         assert (answered.tokens, answered.reasons) == (expected, ["length"])
         assert (failures.total(), local.total()) == (before[0] + 1, before[1]), "one at D1, and D2 could read"
-    stage.workers().wait_for_baseline()
+    stage.wait_for_baseline()
 
 
 async def test_a_worker_that_is_left_draining_serves_the_next_test(stage: Theatre) -> None:
@@ -369,7 +369,7 @@ async def test_a_reset_while_tokens_flow_restarts_nobody(stage: Theatre, referen
                 assert all((each.tokens, each.reasons) == (expected, ["length"]) for each in answers)
         assert (traffic.sessions_lost, sum(dispatcher.recovery.tally.failures.values())) == before
         await recovered(stage, dispatcher, registry)
-    stage.workers().wait_for_baseline()
+    stage.wait_for_baseline()
 
 
 def moving_cells() -> list[Any]:
@@ -438,7 +438,7 @@ async def test_the_stream_goes_on_from_a_worker_that_it_leaves(
             d1.partner, d2.partner = stage.p1, stage.p2
             await recovered(stage, dispatcher, registry)
         assert (answered.tokens, answered.reasons) == (expected, ["length"])
-    stage.workers().wait_for_baseline()
+    stage.wait_for_baseline()
 
 
 DEADLINES = {
@@ -469,7 +469,7 @@ async def test_the_end_of_its_time_names_the_state(stage: Theatre, monkeypatch: 
         assert failed.value.cause is Cause.DEADLINE
         holder.open(gate)
         await asyncio.gather(*tasks, return_exceptions=True)
-    stage.workers().wait_for_baseline()
+    stage.wait_for_baseline()
 
 
 class GatewayClient:
@@ -543,4 +543,4 @@ async def test_a_gateway_is_gone_and_another_one_does_not_notice(stage: Theatre,
         else:
             broken = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(each, aiohttp.ClientError) for each in broken), broken
-    stage.workers().wait_for_baseline()
+    stage.wait_for_baseline()

@@ -74,4 +74,4 @@ async def test_a_source_that_wakes_up_late_changes_no_block(stage: Theatre) -> N
         again = await answer(dispatcher, generation(prompt(1, 5 * CHUNK), **sampling))
         assert again.reasons == ["length"]
     stage.revive()  # asserts that the source lives, or was aborted by UCX
-    stage.workers().wait_for_baseline()
+    stage.wait_for_baseline()

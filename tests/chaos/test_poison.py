@@ -80,4 +80,4 @@ async def test_a_poisonous_request_is_refused_and_its_neighbours_go_on(stage: Th
         with suppress(asyncio.CancelledError):
             await supervisor
         assert len(deaths) in (2, 3), "it went round the pool"  # three if others were tried together with it
-    stage.workers().wait_for_baseline()
+    stage.wait_for_baseline()

@@ -177,7 +177,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(
         assert not wrong, [
             (index, found[index].error, expected[index].tokens, found[index].tokens) for index in wrong[:3]
         ]
-        stage.workers().wait_for_baseline(30)
+        stage.wait_for_baseline(30)
     if "SOAK_RECORD" in os.environ:
         figures = {
             "seconds": seconds,

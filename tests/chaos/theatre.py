@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from stack import BLOCK_SIZE, Process, Workers, ranks_of, wait_until
+from stack import BASELINE_TIMEOUT_S, BLOCK_SIZE, Process, Workers, ranks_of, wait_until
 
 from chaos.net import HERE, Host, hosts
 from common.contract.messages.session import Role
@@ -155,6 +155,18 @@ class Theatre:
         for actor in self.actors:
             pools[actor.role].append(actor.process)
         return Workers(self.folder, pools[Role.PREFILL], pools[Role.DECODE])
+
+    def wait_for_baseline(self, timeout_s: float = BASELINE_TIMEOUT_S) -> None:
+        """Wait until no worker holds anything. Who has died meanwhile of UCX, which may end a worker some time after a
+        fault, is started again; of anything else, fails `revive`."""
+        for last_try in (False, False, True):
+            try:
+                self.workers().wait_for_baseline(timeout_s)
+                return
+            except OSError:  # it does not answer
+                if last_try:
+                    raise
+                self.revive()
 
     def revive(self) -> None:
         """Mend every wire, open every gate, start again who has died. Not to be called on a thread: a process ends with

@@ -17,6 +17,8 @@ import yaml
 from metric_names import documents, queries
 from needs import require
 
+from gateway.observability.metrics import GatewayMetrics
+
 ROOT = Path(__file__).parents[2]
 RULES = [ROOT / "k8s" / "components" / "rules" / name for name in ("scaling-rules.yaml", "alert-rules.yaml")]
 CASES = yaml.load((ROOT / "tests" / "alert_cases.yaml").read_text(), yaml.BaseLoader)
@@ -170,6 +172,21 @@ def test_rules_name_what_they_select_and_look_at_no_later_sample() -> None:
     """Else `run` would leave out what they see."""
     for rule in (rule for group in groups() for rule in group["rules"]):
         assert re.search(r"(?<![\w:]){|__name__|offset\s*-|@", rule["expr"]) is None, rule
+
+
+@pytest.mark.parametrize(
+    ("record", "metric"),
+    [
+        ("baton:ttft_seconds:p90", "vllm:time_to_first_token_seconds_bucket"),
+        ("baton:itl_seconds:p90", "vllm:inter_token_latency_seconds_bucket"),
+    ],
+)
+def test_quantiles_are_compared_with_bounds_of_buckets(record: str, metric: str) -> None:
+    """Between two bounds a quantile is interpolated: it may exceed a threshold though all values are below."""
+    compared = {float(number) for path in RULES for number in re.findall(rf"{record} > ([\d.]+)", path.read_text())}
+    told = GatewayMetrics("m").exposition().decode()
+    assert len(compared) == 2
+    assert compared <= {float(bound) for bound in re.findall(rf'{metric}{{.*?le="([^"]+)"', told)}
 
 
 @pytest.mark.processes

@@ -431,6 +431,14 @@ async def test_a_silent_worker_is_lost_after_the_timeout_and_not_before(net: Net
     assert (client.link.traffic.sessions_lost, client.losses[0][1]) == (1, False)
 
 
+async def test_a_client_judges_silence_by_its_own_timeout(net: Net) -> None:
+    """A worker's interval must be less than half of it: docs/operations/settings.md."""
+    client = await net.client(net.worker(Pulse(interval_s=3600.0, timeout_s=36000.0)).address).opened()
+    net.clock.now_s += PATIENT.timeout_s + 0.1
+    client.link._greets.set()  # it looks, however long it would have slept
+    assert (await client.loss())[0].startswith("silent for")
+
+
 async def test_an_open_link_looks_for_silence_when_there_may_be_some_and_no_sooner(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:

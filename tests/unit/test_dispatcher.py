@@ -344,6 +344,30 @@ async def test_a_misfit_does_not_end_a_gateway_that_serves() -> None:
     await bench.close()
 
 
+@pytest.mark.parametrize("order", [(P, D), (D, P)], ids=["prefill first", "decode first"])
+async def test_a_gateway_does_not_start_with_workers_that_differ(order: tuple[str, str]) -> None:
+    bench = Bench(opened=False)
+    failure = bench.dispatcher.links._failure = asyncio.get_running_loop().create_future()
+    for address in order:
+        assert not failure.done()
+        bench.open(address, weights_hash=address)
+    assert failure.done()
+    with pytest.raises(FingerprintMismatchError, match=f"weights_hash: {D} at {D}, {P} at {P}"):
+        await failure
+    await bench.close()
+
+
+async def test_a_prefill_worker_that_differs_does_not_end_a_gateway_that_has_started() -> None:
+    bench = Bench()
+    failure = bench.dispatcher.links._failure = asyncio.get_running_loop().create_future()
+    bench.lose(D)
+    bench.open(D, restarted=True, weights_hash="other")
+    assert not failure.done()
+    key, _ = await bench.request()
+    assert set(bench.work[key]) == {D}, "it computes the prompt itself"
+    await bench.close()
+
+
 async def test_a_short_prompt_is_computed_by_the_decode_worker() -> None:
     bench = Bench(local_prefill_tokens=3)
     key = await bench.whole((7, 8, 9), (10, 11))

@@ -230,6 +230,23 @@ async def test_another_pod_at_the_same_address_is_another_worker() -> None:
         await eventually(lambda: len(made.usable()) == 2)
 
 
+async def test_a_pod_that_ends_does_not_take_its_address_back_from_a_worker_of_the_other_role() -> None:
+    """It is listed until its object is gone, and its address is another pod's already."""
+    async with cluster(1) as made:
+        (worker,) = made.pool.decode
+        made.follow(made.endpoint(worker, identity="new"))
+        await eventually(lambda: len(made.usable()) == 1)
+        session = made.registry.workers[made.addresses[worker]].session
+        ends = made.endpoint(worker, identity="old", serving=False)
+        made.follow(made.endpoint(made.pool.prefill), ends, role=Role.PREFILL)
+        known = made.registry.workers[made.addresses[worker]]
+        assert (known.role, known.identity, known.session, known.usable) == (Role.DECODE, "new", session, True)
+        await made.ask()
+        made.follow(made.endpoint(worker, identity="new", serving=False))
+        made.follow(made.endpoint(made.pool.prefill), made.endpoint(worker, identity="next"), role=Role.PREFILL)
+        assert made.registry.workers[made.addresses[worker]].role is Role.PREFILL, "one that serves takes it"
+
+
 async def test_a_restart_counts_though_the_worker_was_not_listed_meanwhile() -> None:
     """DNS lists no worker that is not ready."""
     async with cluster(0) as made:

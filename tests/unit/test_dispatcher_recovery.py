@@ -11,6 +11,8 @@ import pytest
 from dispatcher_bench import (
     D2,
     D3,
+    FINGERPRINT,
+    LAYOUT,
     P2,
     PROMPT,
     Bench,
@@ -24,11 +26,12 @@ from dispatcher_bench import (
     welcome,
 )
 
+from common.contract.block_hashes import SHORT_NAME_BYTES, block_hashes
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
 from common.contract.messages.gateway import Abort, Decode, Prefill, Suspicion
 from common.contract.messages.session import Phase, Role
-from common.contract.messages.worker import Cut, Tokens
+from common.contract.messages.worker import CacheEvents, Cut, PromptLogprobs, Tokens, TokenScores
 from common.runtime.channel import RECONNECT_S
 from gateway.serving.flow_actions import FIRST_DELAY_S
 from gateway.serving.generation import GenerationFailed
@@ -595,7 +598,61 @@ async def test_a_request_goes_on_only_with_the_same_model(make: Any, time: Time)
     new.cancel()
 
 
-# --- decode workers that cannot read ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("why", ["drains", "is lost"])
+async def test_a_request_of_which_nobody_has_anything_begins_anew_with_another_model(make: Any, why: str) -> None:
+    """The last worker of the old weights ends."""
+    bench = make(prefill=(), decode=(D, D2), patience_s=PATIENCE_S)
+    bench.lose(D2)
+    bench.open(D2, weights_hash="other")
+    key, task = await bench.request()
+    assert set(bench.work[key]) == {D}
+    if why == "drains":
+        bench.fail(D, key, Cause.DRAINING)
+    else:
+        bench.lose(D)
+    newest, work = bench.newest(key)
+    assert set(work) == {D2}
+    bench.tokens(D, key, 0, 7)  # too late: it is of the attempt before
+    bench.tokens(D2, newest, 0, 10, 11, reason="stop")
+    assert await text(task) == [10, 11]
+
+
+@pytest.mark.parametrize("has", ["token", "log probability", "offer"])
+async def test_a_request_of_which_somebody_has_something_does_not(make: Any, time: Time, has: str) -> None:
+    prefill = (P,) if has == "offer" else ()
+    bench = make(prefill=prefill, decode=(D, D2), patience_s=PATIENCE_S)
+    bench.lose(D2)
+    bench.open(D2, weights_hash="other")
+    key, task = await bench.request(prompt_logprobs=1 if has == "log probability" else None)
+    assert set(bench.work[key]) == {*prefill, D}
+    if has == "token":
+        bench.tokens(D, key, 0, 10)
+    elif has == "log probability":
+        scores = TokenScores(logprobs=(-0.5,), ranks=(1,), top_token_ids=(5,), top_logprobs=(-0.5,))
+        bench.say(D, PromptLogprobs(request=key.request, attempt=key.attempt, position=1, scores=scores))
+    bench.say(D, heartbeat(Phase.DRAINING))
+    bench.fail(D, key, Cause.DRAINING)
+    bench.lose(D)
+    await time.advance(1.0)
+    assert bench.newest(key)[0] == key, "other weights would say something else"
+    await time.advance(PATIENCE_S)
+    assert await failure(task) is Cause.WORKER_LOST
+
+
+async def test_a_request_that_begins_anew_with_other_blocks_is_looked_up_by_these(make: Any) -> None:
+    bench = make(prefill=(), decode=(D, D2))
+    bench.lose(D2)
+    prompt = range(100)
+    key, _ = await bench.request(prompt)
+    smaller = replace(FINGERPRINT, layout=replace(LAYOUT, block_size=4))
+    link = bench.link(D2)
+    bench.dispatcher.links.on_open(link, replace(welcome(Role.DECODE), fingerprint=smaller))
+    stored = b"".join(name[:SHORT_NAME_BYTES] for name in block_hashes(prompt, 4))
+    bench.say(D2, CacheEvents(begins=False, stored=stored, removed=b""))
+    bench.lose(D)
+    (request,) = bench.dispatcher._open
+    assert set(bench.newest(key)[1]) == {D2}
+    assert request.cached == {bench.registry.workers[D2].life: 96}
 
 
 async def test_a_stream_leaves_a_decode_worker_that_reaches_no_prefill_worker(make: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dispatcher_bench import D2, D3, P2, Bench, D, P, Time, failure, heartbeat, settle, text, welcome
+from dispatcher_bench import D2, D3, P2, PROMPT, Bench, D, P, Time, failure, heartbeat, settle, text, welcome
 
 from common.contract.errors import Cause
 from common.contract.ids import RequestKey
@@ -553,9 +553,25 @@ async def test_the_longest_sequence_is_what_the_largest_decode_worker_takes(make
     bench.open(D, max_sequence_tokens=100)
     bench.open(D2, max_sequence_tokens=200)
     assert bench.dispatcher.ready().max_sequence_tokens == 200
+    assert bench.dispatcher.ready().usual_sequence_tokens == 200
     bench.lose(D2)
     assert bench.dispatcher.ready().max_sequence_tokens == 100
     bench.lose(D)
-    assert bench.dispatcher.ready().max_sequence_tokens is None
+    readiness = bench.dispatcher.ready()
+    assert (readiness.max_sequence_tokens, readiness.usual_sequence_tokens) == (None, None)
     with pytest.raises(GenerationFailed):
         await bench.request()
+
+
+async def test_a_sequence_of_no_given_length_may_go_to_each_of_nearly_the_same_size(make: Any) -> None:
+    """What GPUs have free differs by a block or two."""
+    bench = make(prefill=(), decode=(D, D2, D3))
+    for address, size in ((D, 25_664), (D2, 25_600), (D3, 22_455)):
+        bench.open(address, max_sequence_tokens=size)
+    readiness = bench.dispatcher.ready()
+    assert (readiness.max_sequence_tokens, readiness.usual_sequence_tokens) == (25_664, 25_600)
+    length = readiness.usual_sequence_tokens - len(PROMPT)
+    asked = [await bench.request(max_tokens=length) for _ in range(10)]
+    assert {address for key, _ in asked for address in bench.work[key]} == {D, D2}, "7/8 of the largest are 22,456"
+    longest = [await bench.request(max_tokens=length + 1) for _ in range(2)]
+    assert {address for key, _ in longest for address in bench.work[key]} == {D}, "clients may ask for more"

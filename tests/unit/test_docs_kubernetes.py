@@ -98,7 +98,7 @@ def test_two_deployments_have_each_rule_once(tmp_path: Path) -> None:
     assert {each["metadata"].get("namespace") for each in objects} == {"chat", "bulk", "monitoring"}
     groups = [group for each in of(objects, "PrometheusRule") for group in each["spec"]["groups"]]
     names = Counter(rule.get("record") or rule["alert"] for group in groups for rule in group["rules"])
-    assert {"baton:prefill_workers:wanted", "BatonSlowFirstTokens"} <= names.keys()
+    assert {"baton:prefill_workers:wanted", "BatonTargetsMissed"} <= names.keys()
     assert [name for name, num in names.items() if num > 1] == []
     assert len([each for each in of(objects, "ConfigMap") if "baton.json" in each["data"]]) == 1
     selected = {each["metadata"]["labels"]["release"] for each in of(objects, "PodMonitor", "PrometheusRule")}

@@ -34,6 +34,7 @@ from gateway_fixtures import (
     serve,
     settings,
     stream_of,
+    tokenizer,
     wrap,
 )
 
@@ -41,7 +42,8 @@ from common.contract.errors import Cause
 from common.contract.messages.fields import FinishReason
 from common.contract.sampling import MAX_SEED
 from common.contract.tiers import Tier
-from gateway.intake.request_intake import Job
+from gateway.intake.request_intake import Intake, Job
+from gateway.intake.schemas import ChatRequest, parse
 from gateway.serving.generation import Delta, Generation, GenerationFailed, PromptDelta, Readiness
 
 
@@ -270,6 +272,28 @@ async def test_sampling_reaches_the_generation() -> None:
     assert completion.seed != chat.seed
     assert short.max_tokens == 9
     assert chat.max_tokens == CONTEXT - len(generator.generations[-1].token_ids), "all that the context leaves"
+
+
+async def test_a_chat_of_no_given_length_is_as_long_as_most_workers_take() -> None:
+    """And one with a length, or with a prompt that leaves there less than half of what the largest leaves, as long as
+    the largest takes."""
+    ready = Readiness(ready=True, reason="ok", max_sequence_tokens=200, usual_sequence_tokens=180)
+    intake = Intake(tokenizer(), settings(), lambda: ready)
+
+    async def generation(**fields: object) -> Generation:
+        (made,) = (await intake.chat(parse(ChatRequest, {**CHAT, **fields}))).generations
+        return made
+
+    plain = await generation()
+    left = 200 - len(plain.token_ids)
+    assert plain.most_tokens == 180
+    assert (await generation(max_tokens=left)).most_tokens == 200
+    assert (await generation(min_tokens=left)).most_tokens == 200
+    text = ""
+    while len(plain.token_ids) < 180:
+        text += " fox"
+        plain = await generation(messages=[{"role": "user", "content": text}])
+        assert plain.most_tokens == (180 if len(plain.token_ids) <= 160 else 200)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,35 @@ async def test_a_few_unread_tokens_come_one_by_one() -> None:
     await bench.close()
 
 
+async def test_a_token_of_another_step_joined_to_a_drafted_one_keeps_its_gap() -> None:
+    """The drafted one, whose gap is no gap, is the newest delta when the client begins to lag behind."""
+    bench = Bench()
+    key, task = await bench.request()
+    bench.tokens(P, key, 0, 0)
+    bench.tokens(D, key, 0, 0)
+    [handle], [request], position = bench.decode(D).handles, bench.dispatcher._open, len(PROMPT)
+
+    def step(num_tokens: int) -> Delta:
+        """The newest delta after a step of the sequence."""
+        nonlocal position
+        positions = tuple(range(position + 1, position + 1 + num_tokens))
+        position += num_tokens
+        bench.say(D, StepTokens(handles=(handle,) * num_tokens, positions=positions, token_ids=positions))
+        [newest] = request.mailbox.newest(1)
+        assert isinstance(newest, Delta)
+        return newest
+
+    while len(request.mailbox) < 62:
+        step(1)
+    drafted = step(2)
+    assert (drafted.token_ids, drafted.joined) == ((position,), True)
+    assert step(1) is drafted
+    assert (drafted.token_ids, drafted.joined) == ((position - 1, position), False)
+    bench.tokens(D, key, position - len(PROMPT) + 1, 7, reason="length")
+    await task
+    await bench.close()
+
+
 def piece(text: str, *, reasoning: str = "", call: CallDelta | None = None) -> Piece:
     return Piece(choice=0, text=text, num_tokens=1, reports=(), finish_reason=None, reasoning=reasoning, call=call)
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from gateway_fixtures import MODEL, ScriptedGenerator, encode, serve, settings, tokenizer
+from gateway_fixtures import MODEL, READY, ScriptedGenerator, encode, serve, settings, tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.contract.errors import Cause
 from common.contract.sampling import SamplingParams
+from common.contract.tiers import Target, Tier
 from gateway.answer.responses import CompletionFormat, Heading
 from gateway.api_settings import SamplingDefaults
 from gateway.intake.request_intake import Intake, Job
 from gateway.intake.schemas import CompletionRequest, parse
 from gateway.observability.metrics import GatewayMetrics
 from gateway.observability.request_life import RequestLife
-from gateway.serving.generation import Generation, GenerationFailed
-from gateway.text.choice_text import Piece
+from gateway.serving.generation import Delta, Generation, GenerationFailed
+from gateway.text.answer_parts import AnswerParts, AnswerPlan
+from gateway.text.choice_text import ChoiceText, Piece
+from gateway.text.stop_strings import StopTables
 
 NAMES = {
     "vllm:time_to_first_token_seconds": "histogram",
@@ -41,6 +45,7 @@ NAMES = {
     "vllm:request_success": "counter",
     "baton_gateway_requests": "counter",
     "baton_gateway_requests_failed": "counter",
+    "baton_gateway_requests_finished": "counter",
     "baton_gateway_requests_in_flight": "gauge",
     "baton_gateway_tool_calls": "counter",
     "baton_gateway_stage_seconds": "histogram",
@@ -95,14 +100,19 @@ def test_two_gateways_do_not_share_metrics() -> None:
     assert one.exposition() != two.exposition()
 
 
-def test_latencies_are_derived_from_pieces() -> None:
-    metrics = GatewayMetrics("m")
+def accepted(metrics: GatewayMetrics, tier: Tier = Tier.STANDARD, **options: Any) -> RequestLife:
+    """A request with two choices that came at 100.0."""
     generation = Generation(
-        token_ids=tuple(range(7)), num_choices=2, sampling=SamplingParams(max_tokens=9), budget_s=9.0
+        token_ids=tuple(range(7)), num_choices=2, sampling=SamplingParams(max_tokens=9), budget_s=9.0, tier=tier
     )
     job = Job(generations=(generation,), stops=(), echoes=("",), stream=False, include_usage=False)
     answer = CompletionFormat(Heading.draw("cmpl", 0, "m"), tokenizer(), False)
-    life = RequestLife(make_mocked_request("POST", "/"), job, answer, 100.0, 100.25, metrics=metrics)
+    return RequestLife(make_mocked_request("POST", "/"), job, answer, 100.0, 100.25, metrics=metrics, **options)
+
+
+def test_latencies_are_derived_from_pieces() -> None:
+    metrics = GatewayMetrics("m")
+    life = accepted(metrics)
     life.observe(piece(0, 1), 100.5)
     life.observe(piece(1, 1), 100.75)
     life.observe(piece(0, 3), 101.5)
@@ -121,6 +131,74 @@ def test_latencies_are_derived_from_pieces() -> None:
     assert values["vllm:generation_tokens_total", ()] == 6
     assert values["vllm:request_success_total", ("stop",)] == 1
     assert values["vllm:request_success_total", ("length",)] == 1
+
+
+def test_tokens_that_come_together_are_one_gap() -> None:
+    """Those of a step, in a delta each; and those of a delta, which is split where calls are looked for."""
+    metrics = GatewayMetrics("m")
+    life, token_ids = accepted(metrics), tuple(encode("hello world the end of the story"))
+    plan = AnswerPlan(
+        decoder=tokenizer(),
+        calls=None,
+        names=frozenset(),
+        most_calls=1,
+        reasons=False,
+        opened=False,
+        include_reasoning=False,
+    )
+    parts = AnswerParts(ChoiceText(0, tokenizer(), StopTables(()), 0), plan)
+    for delta, now in (
+        (Delta(0, token_ids[:1]), 101.0),
+        (Delta(0, token_ids[1:2]), 102.0),
+        (Delta(0, token_ids[2:3], joined=True), 102.25),
+        (Delta(0, token_ids[3:], finish_reason="length"), 104.25),
+    ):
+        for each in parts.pieces(delta):
+            life.observe(each, now)
+    values = samples(metrics.exposition().decode())
+    assert life.num_tokens == len(token_ids) > 4
+    assert values["vllm:inter_token_latency_seconds_count", ()] == 2
+    assert values["vllm:inter_token_latency_seconds_sum", ()] == 1.0 + 2.0
+    assert metrics.recent.summary(104.25)["itl_p50_s"] == pytest.approx(1.0, rel=0.2)
+
+
+def test_requests_are_counted_by_tier_and_by_whether_they_met_its_targets() -> None:
+    """From zero on: the first tokens of both come after five seconds."""
+    metrics = GatewayMetrics("m")
+    for tier, target_s in ((Tier.INTERACTIVE, 0.5), (Tier.BATCH, 60.0)):
+        life = accepted(metrics, tier, target=Target(ttft_s=target_s))
+        life.observe(piece(0, 1, "stop"), 105.0)
+        life.finished(106.0)
+    values = samples(metrics.exposition().decode())
+    counts = {labels: value for (name, labels), value in values.items() if "requests_finished" in name}
+    assert counts == {(met, tier.value): 0 for met in ("yes", "no") for tier in Tier} | {
+        ("no", "interactive"): 1,
+        ("yes", "batch"): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens_at", "left_at", "late"),
+    [
+        ((), 100.4, 0),  # while it waits for its first token
+        ((), 101.6, 1),
+        ((101.0, 101.01), 101.5, 0),
+        ((101.6, 101.61), 101.7, 1),
+        ((101.0, 101.5), 101.6, 1),  # the gap
+    ],
+)
+def test_a_client_that_leaves_late_counts_as_a_missed_target(
+    tokens_at: tuple[float, ...], left_at: float, late: int
+) -> None:
+    """As one that waits to the end does: a pool so slow that all leave would look well else."""
+    metrics = GatewayMetrics("m")
+    life = accepted(metrics, Tier.STANDARD, target=Target(ttft_s=1.5, itl_s=0.1))
+    for at in tokens_at:
+        life.observe(piece(0, 1, None), at)
+    life.failed(Cause.CANCELLED, "left", left_at)
+    values = samples(metrics.exposition().decode())
+    counts = {labels: value for (name, labels), value in values.items() if "requests_finished" in name}
+    assert (counts["no", "standard"], counts["yes", "standard"]) == (late, 0)
 
 
 async def test_requests_are_counted() -> None:
@@ -186,9 +264,9 @@ async def test_sizes_of_requests_that_finished() -> None:
 
 
 async def test_the_models_sampling_defaults_give_way_to_the_request() -> None:
-    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
-    intake = Intake(tokenizer(), dataclasses.replace(settings(), sampling_defaults=defaults))
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.05)
+    intake = Intake(tokenizer(), dataclasses.replace(settings(), sampling_defaults=defaults), lambda: READY)
     job = await intake.completion(parse(CompletionRequest, {"prompt": "a", "top_k": 0, "temperature": 0}))
     sampling = job.generations[0].sampling
     assert (sampling.temperature, sampling.top_k) == (0, 0)
-    assert (sampling.top_p, sampling.repetition_penalty) == (0.9, 1.05)
+    assert (sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0.9, 0.1, 1.05)

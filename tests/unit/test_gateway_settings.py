@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from gateway_fixtures import byte_level_backend, tokenizer, wrap
 from test_local_stack import NotStarted
 
 from common.contract.errors import OperatorError
 from common.runtime.config import DecodeSettings, GatewaySettings, PrefillSettings, ServeSettings, load
-from gateway.__main__ import api_settings_of, bounds_of
+from gateway.__main__ import api_settings_of, bounds_of, system_fingerprint_of
 from gateway.access.connections import ConnectionBounds
-from gateway.api_settings import ApiSettings
+from gateway.api_settings import ApiSettings, SamplingDefaults
 
 CONTEXT = 512
 
@@ -107,9 +108,12 @@ def test_a_factor_that_is_no_number_is_the_operators_to_mend(folder: Path, facto
         told(folder)
 
 
-def test_the_fingerprint_is_the_configurations(folder: Path) -> None:
-    first = told(folder).system_fingerprint
-    assert told(folder, "--served-model-name", "demo").system_fingerprint == first
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
-    assert told(folder).system_fingerprint != first
+def test_the_fingerprint_is_that_of_all_that_changes_answers_and_a_gateway_knows() -> None:
+    first = system_fingerprint_of("hash", tokenizer(), SamplingDefaults())
+    assert system_fingerprint_of("hash", tokenizer(), SamplingDefaults()) == first
+    others = [
+        system_fingerprint_of("other files", tokenizer(), SamplingDefaults()),
+        system_fingerprint_of("hash", wrap(byte_level_backend(), "another template"), SamplingDefaults()),
+        system_fingerprint_of("hash", tokenizer(), SamplingDefaults(temperature=0.5)),
+    ]
+    assert len({first, *others}) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -91,6 +92,28 @@ async def test_a_chat_template_that_cannot_be_read_ends_it(monkeypatch: pytest.M
     given = GatewaySettings(decode_workers=("127.0.0.1:1",), port=0, chat_template=str(tmp_path / "nowhere"))
     with pytest.raises(OperatorError, match=r"--chat-template: cannot read .*nowhere"):
         await program.serve(given, DEMO_FOLDER, asyncio.Event())
+
+
+@pytest.mark.usefixtures("limit_of_files_restored")
+async def test_files_that_change_while_the_tokenizer_is_loaded_end_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would take workers with the hash of the files before, and tokenise by those after."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_FOLDER, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.py", "__pycache__"))
+
+    def load(*_: Path | None) -> ModelTokenizer:
+        file = folder / "tokenizer.json"
+        file.write_text(file.read_text() + "\n")
+        return tokenizer()
+
+    monkeypatch.setattr(ModelTokenizer, "load", load)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    stop = asyncio.Event()
+    stop.set()
+    given = GatewaySettings(decode_workers=("127.0.0.1:1",), port=0)
+    with pytest.raises(OperatorError, match="model has changed while the model was loaded"):
+        await program.serve(given, folder, stop)
 
 
 @contextmanager

@@ -367,6 +367,9 @@ def test_developers_are_the_system_where_the_template_does_not_know_them(mention
             SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05),
         ),
         ({"do_sample": True, "temperature": None}, SamplingDefaults()),
+        ({"do_sample": True, "min_p": 0.1}, SamplingDefaults(min_p=0.1)),
+        ({"repetition_penalty": 1.1, "min_p": 0.1}, SamplingDefaults(repetition_penalty=1.1)),
+        ({"do_sample": False, "repetition_penalty": 1.1}, SamplingDefaults(repetition_penalty=1.1)),
     ],
 )
 def test_sampling_defaults_of_the_model(
@@ -377,7 +380,9 @@ def test_sampling_defaults_of_the_model(
     assert SamplingDefaults.from_model(tmp_path) == expected
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, '{"do_sample": true, "temperature": -1}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "[" * 100_000, '{"do_sample": true, "temperature": -1}', '{"repetition_penalty": 0}']
+)
 def test_sampling_defaults_that_cannot_be_used(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(OperatorError, match=r"generation_config\.json"):

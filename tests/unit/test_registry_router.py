@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.contract.codec import decode, encode
 from common.contract.errors import FingerprintMismatchError
 from common.contract.ids import Incarnation
 from common.contract.kv_layout import PROTOCOL_VERSION, Fingerprint, KVLayout
@@ -388,7 +390,54 @@ def test_a_lost_worker_judges_nobody(registry: Registry) -> None:
     registry.opened(P1, LIFE, welcome(Role.PREFILL, OTHER_WEIGHTS))
     assert usable(registry) == {P1}
     with pytest.raises(FingerprintMismatchError):
-        registry.opened(D1, NEXT_LIFE, welcome(Role.DECODE))
+        registry.opened(P2, LIFE, welcome(Role.PREFILL))
+
+
+def test_a_prefill_worker_that_differs_keeps_no_decode_worker_out() -> None:
+    """The weights have changed under their name, and the decode worker was the first to restart."""
+    registry = Registry((P1,), (D1,), "c")
+    registry.opened(P1, LIFE, welcome(Role.PREFILL))
+    registry.opened(D1, LIFE, welcome(Role.DECODE))
+    assert registry.misfit() is None
+    registry.lost(D1)
+    registry.opened(D1, NEXT_LIFE, welcome(Role.DECODE, OTHER_WEIGHTS))
+    assert usable(registry) == {D1}
+    assert registry.missing() == [Role.PREFILL]
+    assert registry.misfit() == "fingerprint mismatch: weights_hash: weights-b at d1:1, weights-a at p1:1"
+    registry.heartbeat(D1, load(phase=Phase.DRAINING), 0.0)
+    assert registry.workers[D1].refused is None, "it may serve again"
+    registry.heartbeat(D1, load(), 0.0)
+    registry.lost(P1)
+    registry.opened(P1, NEXT_LIFE, welcome(Role.PREFILL, OTHER_WEIGHTS))
+    assert usable(registry) == {P1, D1}
+    assert registry.misfit() is None
+
+
+def test_prefill_workers_that_come_and_go_do_not_change_what_is_served(registry: Registry) -> None:
+    open_beside(registry, P1, LIFE, OTHER_WEIGHTS)
+    open_beside(registry, P2, LIFE, FINGERPRINT)
+    open_beside(registry, D1, LIFE, FINGERPRINT)
+    open_beside(registry, D2, LIFE, OTHER_WEIGHTS)
+    assert usable(registry) == {P2, D1}
+    for phase in (Phase.DRAINING, Phase.SERVING):
+        for address in (P1, P2):
+            registry.heartbeat(address, load(phase=phase), 0.0)
+            assert {worker.address for worker in registry.usable(Role.DECODE)} == {D1}
+    registry.lost(P2)
+    assert usable(registry) == {D1}
+
+
+def test_a_worker_of_a_later_version_is_refused_by_its_version(registry: Registry) -> None:
+    """Whatever else it says that is not known here."""
+    later = replace(FINGERPRINT, protocol_version=PROTOCOL_VERSION + 1)
+    frame = msgpack.unpackb(encode(LIFE, [welcome(Role.DECODE, later)]))
+    fields = frame[1][0][1]
+    for part in (fields, fields["fingerprint"], fields["fingerprint"]["layout"]):
+        part["later"] = 1
+    _, [answer] = decode(msgpack.packb(frame))
+    assert isinstance(answer, Welcome)
+    with pytest.raises(FingerprintMismatchError, match="protocol_version"):
+        registry.opened(D1, LIFE, answer)
 
 
 def test_a_misfit_fits_once_all_that_it_disagreed_with_are_gone() -> None:
@@ -489,7 +538,7 @@ def test_whatever_happens_the_usable_workers_agree(events: list[tuple[str, str, 
             registry.heartbeat(address, load(phase=phase, running=running, steps=steps + (not running)), now)
         used = [each for each in registry.workers.values() if each.usable]
         could = [each for each in registry.workers.values() if each.available and weights_of(each).config_hash == "c"]
-        oldest = min(could, key=lambda each: each.session, default=None)
+        oldest = min(could, key=lambda each: (each.role is Role.PREFILL, each.session), default=None)
         assert used == [each for each in could if oldest is not None and weights_of(each) == weights_of(oldest)]
 
 

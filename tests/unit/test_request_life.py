@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
+from dispatcher_bench import Bench, failure, settle
 from gateway_fixtures import (
     CHAT,
     CHAT_PATH,
@@ -18,6 +20,7 @@ from gateway_fixtures import (
     ScriptedGenerator,
     post,
     serve,
+    settings,
     stream_of,
 )
 
@@ -88,6 +91,24 @@ async def test_the_clients_name_for_a_request_is_said_again(stream: bool, caplog
     (answer_id,) = {line["id"] for line in told}
     assert answer_id.startswith("cmpl-")
     assert f'"{answer_id}"' in text
+    assert [line for line in caplog.messages if "abc-123" in line and answer_id in line], "none in the text format"
+
+
+async def test_the_answers_id_and_the_workers_are_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """In the text format: of each attempt, and of the failure."""
+    bench = Bench()
+    key, task = await bench.request()
+    [flow] = bench.dispatcher.open_flows()
+    flow.generation.waterfall.arrived("cmpl-7", bench.clock())
+    for cause in (Cause.INTERNAL, Cause.INVALID):
+        newest, work = bench.newest(key)
+        bench.fail([*work][-1], newest, cause)
+        await settle()
+    assert await failure(task) is Cause.INVALID
+    assert f"request {key.request} of cmpl-7: attempt 2" in caplog.text
+    assert f"request {key.request} of cmpl-7 failed: " in caplog.text
+    assert {"event": "story", "id": "cmpl-7", "request": key.request} in events(caplog)
+    await bench.close()
 
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_CHARS + 1), "caf\u00e9", "a\tb"], ids=["empty", "long", "é", "tab"])
@@ -157,8 +178,37 @@ async def test_a_client_that_leaves_is_told_once(caplog: pytest.LogCaptureFixtur
 async def test_what_is_refused_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
     await post(COMPLETIONS_PATH, COMPLETION | {"n": 0}, headers={HEADER: "mine"})
     assert events(caplog) == [
-        {"event": "refused", "x_request_id": "mine", "path": COMPLETIONS_PATH, "status": 400},
+        {
+            "event": "refused",
+            "x_request_id": "mine",
+            "path": COMPLETIONS_PATH,
+            "status": 400,
+            "code": "invalid_value",
+            "param": "n",
+        },
     ]
+
+
+async def test_a_refusal_says_whose_request_it_was_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    """In the line of the text format, too."""
+    named = replace(settings(max_in_flight=0), tenant_header="X-Tenant")
+    await post(COMPLETIONS_PATH, COMPLETION, headers={HEADER: "mine", "X-Tenant": "acme"}, api_settings=named)
+    why = "0 requests are in flight, as many as may"
+    [line] = events(caplog)
+    assert (line["status"], line["code"], line["tenant"], line["why"]) == (429, "capacity", "acme", why)
+    assert f"request mine refused with 429, code capacity, tenant acme, why {why}" in caplog.messages
+
+
+async def test_a_refusal_says_nothing_that_the_client_wrote(caplog: pytest.LogCaptureFixture) -> None:
+    for change in (
+        {"logit_bias": {SECRET: 1}},
+        {"model": SECRET},
+        {"stop": [SECRET, 1]},
+        {"structured_outputs": {SECRET: 1}},
+    ):
+        await post(COMPLETIONS_PATH, COMPLETION | change)
+    assert [line["param"] for line in events(caplog)] == ["logit_bias", "model", "stop", "structured_outputs"]
+    assert SECRET not in json.dumps([caplog.messages, events(caplog)])
 
 
 async def test_no_text_gets_into_the_log(caplog: pytest.LogCaptureFixture) -> None:

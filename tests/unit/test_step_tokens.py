@@ -82,6 +82,23 @@ async def test_each_sequence_of_a_step_gets_its_token(bench: Bench) -> None:
     assert [len(bench.sent(workers(bench, key)[1], Ack)) for key in (one, two)] in ([1, 1], [2, 2])
 
 
+async def test_tokens_of_a_sequence_that_come_in_one_step_are_joined(bench: Bench) -> None:
+    """All but the first, which came after a gap."""
+    key, task = await bench.request(n=2)
+    prefill, decode = workers(bench, key)
+    for choice in (0, 1):
+        bench.tokens(prefill, key, 0, 10, choice=choice)
+        bench.tokens(decode, key, 0, 10, 11, choice=choice)
+    bench.say(decode, step(bench, *((key, choice, place, 20) for choice in (0, 1) for place in (2, 3, 4))))
+    bench.say(decode, step(bench, *((key, choice, 5, 20) for choice in (0, 1))))
+    for choice in (0, 1):
+        bench.tokens(decode, key, 6, 5, choice=choice, reason="stop")
+    deltas: list[Delta] = await task
+    for choice in (0, 1):
+        joined = [delta.joined for delta in deltas if delta.choice == choice]
+        assert joined == [False, False, False, True, True, False, False]
+
+
 async def test_handles_are_never_used_again(bench: Bench) -> None:
     seen: list[Handle] = []
     for _ in range(3):

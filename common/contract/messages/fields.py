@@ -51,6 +51,15 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMessage(Message):
+    """Base of messages that go to processes of other versions, too: those by which two processes find out that their
+    versions differ, those that a worker sends to every gateway, and an operator's orders. Fields of a later version are
+    ignored, so that an earlier one can read why the two do not fit."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMessage(Message):
     """A message about one attempt at one request."""
 

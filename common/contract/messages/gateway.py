@@ -15,7 +15,7 @@ from common.contract.messages.fields import (
     Choice,
     Count,
     Flag,
-    Message,
+    LinkMessage,
     Name,
     Real,
     RequestMessage,
@@ -26,12 +26,12 @@ from common.contract.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drain(Message):
+class Drain(LinkMessage):
     """Accept no new work; let the present work finish, or move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(Message):
+class Resume(LinkMessage):
     """Accept work again."""
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from common.contract.errors import Cause
 from common.contract.kv_layout import Fingerprint
-from common.contract.messages.fields import ByTier, Count, Message, OpenRequests, Seconds, Text
+from common.contract.messages.fields import ByTier, Count, LinkMessage, OpenRequests, Seconds, Text
 
 PULL_LATENCY_S: Final = 0.005
 """Fixed seconds of a prefix pull, whatever its size: attach, offer, start of the read, settle. A prefill worker decides
@@ -35,7 +35,7 @@ class Profile(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello(Message):
+class Hello(LinkMessage):
     """Client to worker: opens a session, or opens it again after a loss; the worker aborts requests not listed."""
 
     number: Count = 0
@@ -58,7 +58,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome(Message):
+class Welcome(LinkMessage):
     """Worker to client: the session is open. The client gives up its requests that are not in `open_requests`."""
 
     number: Count = 0
@@ -79,7 +79,7 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HelloRefused(Message):
+class HelloRefused(LinkMessage):
     """Worker to client: the session is refused, and why (a fingerprint mismatch names both values)."""
 
     cause: Cause
@@ -87,17 +87,17 @@ class HelloRefused(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HelloRequired(Message):
+class HelloRequired(LinkMessage):
     """Worker to client: send Hello (again). You have no session here, or I have restarted, or messages were lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodbye(Message):
+class Goodbye(LinkMessage):
     """Either side ends the session on purpose; the client's open requests are aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat(Message):
+class Heartbeat(LinkMessage):
     """Worker to client, at a fixed interval. Lets the client detect a dead worker, a wedged engine and lost frames."""
 
     number: Count
@@ -140,7 +140,7 @@ class Heartbeat(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatEcho(Message):
+class HeartbeatEcho(LinkMessage):
     """Client to worker: the answer to `Heartbeat`, so that a link broken in one direction is detected, too."""
 
     number: Count

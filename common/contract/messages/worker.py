@@ -17,6 +17,7 @@ from common.contract.messages.fields import (
     Count,
     FinishReason,
     Flag,
+    LinkMessage,
     Message,
     OpenRequests,
     Real,
@@ -30,7 +31,7 @@ from common.contract.sampling import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEvents(Message):
+class CacheEvents(LinkMessage):
     """Worker to gateway: blocks that were added to, and removed from, the worker's prefix cache."""
 
     begins: Flag
@@ -248,7 +249,7 @@ class Failed(RequestMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial(Message):
+class Trial(LinkMessage):
     """From here on the engine's steps compute only `num_requests` suspected requests (0: only unsuspected ones)."""
 
     num_requests: Count

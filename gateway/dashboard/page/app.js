@@ -46,7 +46,9 @@ async function watch() {
     const leave = () => document.hidden && controller.abort();
     document.addEventListener('visibilitychange', leave);
     try {
-      for await (const data of events(await request('/pools/events', { signal: controller.signal }))) {
+      const response = await request('/pools/events', { signal: controller.signal });
+      plots.forget(); // this stream may be of another gateway, and its first event has all slots
+      for await (const data of events(response)) {
         feedState('live', 'live');
         waitMs = FIRST_WAIT_MS;
         show(JSON.parse(data));

@@ -16,6 +16,12 @@ export class Plots {
     new ResizeObserver(() => this.draw()).observe(element('ttft-plot').parentElement);
   }
 
+  /** The next slots may be another gateway's, with numbers of its own. */
+  forget() {
+    this.slots.clear();
+    this.drawn = null;
+  }
+
   /** Take in what is new. Lines move on with each slot that is complete. */
   show(recent, summary) {
     for (const slot of recent.slots) this.slots.set(slot.number, slot);

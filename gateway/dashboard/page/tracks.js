@@ -1,6 +1,7 @@
 // The lines between the pools, and the batons that travel along them.
 
 const SVG = 'http://www.w3.org/2000/svg';
+const MAX_LINES = 400; // more cannot be told apart, and take long to draw
 const MAX_BATONS = 48;
 const MAX_AT_ONCE = 6;
 const TRAVEL_MS = 900;
@@ -28,24 +29,28 @@ export class Tracks {
     this.draw();
   }
 
-  /** A line from each prefill worker to each decode worker. */
+  /** A line from each prefill worker to each decode worker, unless these are too many. They are added together, because
+   * after each addition the browser lays out the page again when it is asked where a card is. */
   draw() {
     const frame = this.relay.getBoundingClientRect();
     this.lines.setAttribute('viewBox', `0 0 ${frame.width} ${frame.height}`);
     this.lines.replaceChildren();
     this.paths.clear();
-    if (!this.prefill.length || !this.decode.length) return;
-    this.lines.append(gradient(this.between(this.prefill[0], this.decode[0])));
+    const numLines = this.prefill.length * this.decode.length;
+    if (!numLines || numLines > MAX_LINES) return;
+    const made = document.createDocumentFragment();
+    made.append(gradient(this.between(this.prefill[0], this.decode[0])));
     for (const from of this.prefill) {
       for (const to of this.decode) {
         const d = curve(this.between(from, to));
         const line = document.createElementNS(SVG, 'path');
         line.setAttribute('d', d);
         line.setAttribute('class', 'line');
-        this.lines.append(line);
+        made.append(line);
         this.paths.set(key(from, to), { d, line });
       }
     }
+    this.lines.append(made);
   }
 
   /** Where a line begins and ends, and which way it goes: across, or down where the pools lie below each other. */
@@ -75,7 +80,7 @@ export class Tracks {
     const path = this.paths.get(key(from, to));
     path?.line.animate([{ strokeOpacity: 1 }, { strokeOpacity: 0.28 }], { duration: 1600, easing: 'ease-out' });
     if (calm.matches) return;
-    const d = path?.d ?? this.aside(from, to);
+    const d = path?.d ?? (from.role === 'prefill' ? curve(this.between(from, to)) : this.aside(from, to));
     const shown = Math.min(number, MAX_AT_ONCE, MAX_BATONS - this.batons.childElementCount);
     for (let each = 0; each < shown; each += 1) {
       const baton = document.createElement('span');
