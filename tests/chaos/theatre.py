@@ -157,16 +157,17 @@ class Theatre:
         return Workers(self.folder, pools[Role.PREFILL], pools[Role.DECODE])
 
     def wait_for_baseline(self, timeout_s: float = BASELINE_TIMEOUT_S) -> None:
-        """Wait until no worker holds anything. Who has died meanwhile of UCX, which may end a worker some time after a
-        fault, is started again; of anything else, fails `revive`."""
-        for last_try in (False, False, True):
+        """Wait until no worker holds anything. One that does not answer must have died of UCX, which may end it some
+        time after a fault: it is started again."""
+        while True:
             try:
                 self.workers().wait_for_baseline(timeout_s)
                 return
-            except OSError:  # it does not answer
-                if last_try:
-                    raise
-                self.revive()
+            except OSError:
+                wait_until(
+                    lambda: any(a.process.popen.poll() is not None for a in self.actors), "it lives, and is silent"
+                )
+                self.revive()  # fails if it has died of anything else
 
     def revive(self) -> None:
         """Mend every wire, open every gate, start again who has died. Not to be called on a thread: a process ends with

@@ -32,7 +32,7 @@ def took_s(num_tokens: int, depth_sum: int) -> float:
 
 @pytest.mark.parametrize("factor", [0.0, 0.1, 0.5, 1.0, 2.0])
 def test_a_long_prompt_makes_no_token_look_dear_or_cheap(factor: float) -> None:
-    """However wrongly the cost of depth was measured at start."""
+    """Whether the cost of depth was measured too low at start, or up to twice too high."""
     costs = Costs(prefill_s_per_token=TOKEN_S, depth_s=factor * DEPTH_S, step_tokens=CHUNK)
     for start in [*range(0, LONG, CHUNK)] * 3:
         costs.observe_prefill(CHUNK, took_s(CHUNK, CHUNK * start), CHUNK * start)

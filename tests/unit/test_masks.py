@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -36,15 +36,8 @@ class Gated(Grammars):
             assert self.gate.wait(60)
         return super().compile(grammar)
 
-    def read(
-        self,
-        compiled: LLMatcher | None,
-        state: GrammarState,
-        token_ids: Sequence[int],
-        prompt_len: int,
-        time_is_up: Callable[[], bool],
-    ) -> bytes | Unread | GaveUp:
-        result = super().read(compiled, state, token_ids, prompt_len, time_is_up)
+    def read(self, *arguments: Any) -> bytes | Unread | GaveUp:
+        result = super().read(*arguments)
         if isinstance(result, bytes) and result[ord("s") >> 3] >> (ord("s") & 7) & 1:
             assert self.gate.wait(60)
         return result
@@ -186,20 +179,14 @@ class Panicking(Grammars):
         self._broken: LLMatcher | None = None
         self.num_panics = 0
 
-    def read(
-        self,
-        compiled: LLMatcher | None,
-        state: GrammarState,
-        token_ids: Sequence[int],
-        prompt_len: int,
-        time_is_up: Callable[[], bool],
-    ) -> bytes | Unread | GaveUp:
+    def read(self, *arguments: Any) -> bytes | Unread | GaveUp:
+        compiled, state, token_ids, prompt_len, _ = arguments
         text = bytes(token_ids[prompt_len:]).decode()
         if text == self._text or (compiled is not None and compiled is self._broken and state.matcher is None):
             self._broken = self._broken or compiled
             self.num_panics += 1
             raise BaseException("PanicException")
-        return super().read(compiled, state, token_ids, prompt_len, time_is_up)
+        return super().read(*arguments)
 
 
 async def test_a_panic_of_the_library_ends_the_text_that_causes_it_and_no_other_of_its_grammar() -> None:
