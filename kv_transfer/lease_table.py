@@ -266,7 +266,8 @@ class LeaseTable:
             late = lease.deadline <= now
             what = "the request's time ran out" if late else "the lease expired"
             cause = Cause.DEADLINE if late else Cause.LEASE_LOST
-            actions += self._drop(lease, cause, f"{what} while its blocks {where}")
+            why = "the time of the loan is over" if lease.lent else f"{what} while its blocks {where}"
+            actions += self._drop(lease, cause, why)
         return actions
 
     def reclaim(self, num_blocks: int, unattached_before: float) -> list[LeaseAction]:

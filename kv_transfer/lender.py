@@ -119,7 +119,7 @@ class Lender:
             return
         block_ids = self._find_prefix(message.block_hashes)
         if not block_ids:
-            refusal = withdrawn(message.key, Cause.LEASE_LOST, "nothing of this prefix is cached any more")
+            refusal = withdrawn(message.key, Cause.LEASE_LOST, "nothing of this prefix is cached or can be spared")
             self._emit(Send(sink, refusal))
             return
         assert len(block_ids) <= len(message.block_hashes), "more blocks than were asked for"

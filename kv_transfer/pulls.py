@@ -68,8 +68,8 @@ class _Read:
     pull: Pull
     start: int
     """Index, in the sequence, of the first block that it reads."""
-    agent: int | None
-    """Number of the agent that reads (see `Pulls._agents`)."""
+    offer: int | None
+    """Number of the source's offer to the mover (see `Pulls._offers`)."""
     num_bytes: int
     since_s: float
     """The time by `Pulls._polled_s` when it began, lost its pull, had its agent replaced, or was last seen to wait:
@@ -108,9 +108,10 @@ class Pulls:
         """When it last reported one."""
         self._polled_s = 0.0
         """Seconds for which the mover has polled."""
-        self._agents: dict[Incarnation, int] = {}
-        """Source → number of the agent that reads from it, as long as one may."""
-        self._agent_numbers = itertools.count(1)
+        self._offers: dict[Incarnation, int] = {}
+        """Source → number of its last offer to the mover, as long as it may be read. When a read of this number fails,
+        the source is offered again."""
+        self._offer_numbers = itertools.count(1)
         self._read_ids = itertools.count()
 
     @property
@@ -191,7 +192,7 @@ class Pulls:
         """Attach every pull from this address, for the first time or again."""
         found = self._sources[event.address] = event
         if event.welcome.transport == self._transport:
-            self._agents.setdefault(event.source, next(self._agent_numbers))
+            self._offers.setdefault(event.source, next(self._offer_numbers))
             self._emit(AddSource(event.source, event.welcome.transport_metadata))
         for pull in self._pulling_from(event.address):
             self._attach(pull, found)
@@ -227,11 +228,11 @@ class Pulls:
         read = self._reads.pop(event.read_id)
         pull = read.pull
         pull.times.read_ended(self._clock())
-        present = self._agents.get(pull.source.incarnation)
         broken = event.error is not None and not (event.mismatch or event.dropped)
-        if broken and present is not None and read.agent == present:
-            # Its connection may be broken for good. The next pull gets a new one.
-            self._replace_agent(pull.source.incarnation)
+        if broken and read.offer == self._offers.get(pull.source.incarnation):
+            # The transport has destroyed what was broken, and makes another connection for the next read. That read may
+            # be under way by now, so the source is not dropped. A source that the transport refused is offered again.
+            self._offer(pull.source.incarnation)
         self._do(pull, pull.read_done(read.start, event.error))
 
     def _on_polled(self, waiting: Collection[ReadId]) -> None:
@@ -276,11 +277,15 @@ class Pulls:
     def _replace_agent(self, source: Incarnation) -> None:
         """Drop the agent of a source: this is the fence. Each read of its pulls fails. While a link to the source is
         open, it gets a new agent, so that the pulls may be tried again."""
-        self._agents.pop(source, None)
+        self._offers.pop(source, None)
         self._emit(DropSource(source))
+        self._offer(source)
+
+    def _offer(self, source: Incarnation) -> None:
+        """Let the mover read from a source, if a link to it is open. This is inert for a source that it may read."""
         address = self._address_of(source)
         if address is not None and (welcome := self._sources[address].welcome).transport == self._transport:
-            self._agents[source] = next(self._agent_numbers)
+            self._offers[source] = next(self._offer_numbers)
             self._emit(AddSource(source, welcome.transport_metadata))
 
     def _address_of(self, source: Incarnation) -> str | None:
@@ -304,7 +309,7 @@ class Pulls:
             self._polled_at = now  # no poll was asked for while no read was open
         read_id, source = ReadId(next(self._read_ids)), pull.source.incarnation
         num_bytes = len(wanted.sink_blocks) * self._block_bytes
-        self._reads[read_id] = _Read(pull, wanted.start, self._agents.get(source), num_bytes, self._polled_s)
+        self._reads[read_id] = _Read(pull, wanted.start, self._offers.get(source), num_bytes, self._polled_s)
         pull.times.read_begun(num_bytes, now)
         self._emit(StartRead(read_id, source, wanted.source_blocks, wanted.sink_blocks, wanted.checksums))
 

@@ -60,9 +60,9 @@ class PrefixPull:
     request: PrefillRequest
     began: float
     expected_by: float
-    """Monotonic seconds from which it is taken to hang: nothing more is pulled from its source until it has ended, it
-    does not count among the pulls that share the network with one that begins later, and its prompt no longer keeps
-    others from being put on hold."""
+    """Monotonic seconds from which it is taken to hang: nothing more is pulled from its source until it and its reads
+    have ended, it does not count among the pulls that share the network with one that begins later, and its prompt no
+    longer keeps others from being put on hold."""
     until: float
     """Monotonic seconds at which the pull is given up and the prompt computed."""
     num_blocks: int = 0
@@ -98,6 +98,8 @@ class PrefixPulls:
         self._s_per_block = block_bytes / (_FIRST_GUESS_ON_GPU if on_gpu else _FIRST_GUESS_BYTES_PER_S)
         self._least_s_per_block = block_bytes / _MOST_BYTES_PER_S
         self._pulls: dict[RequestKey, PrefixPull] = {}
+        self._lingering: list[PrefixPull] = []
+        """Pulls that were given up while a read was under way, and perhaps still is."""
         self._pauses: dict[Incarnation, tuple[float, float]] = {}
         """Source from which the last pull failed → (seconds for which nothing is pulled from it, when they end)."""
         self.num_tokens_pulled = 0
@@ -159,8 +161,9 @@ class PrefixPulls:
         incarnation = hint.source.incarnation
         if now < self._pauses.get(incarnation, (0.0, 0.0))[1]:
             return 0
-        hanging = (each.pull.source.incarnation for each in self._pulls.values() if each.expected_by <= now)
-        if incarnation in hanging:
+        self._lingering = [each for each in self._lingering if not each.pull.over]
+        late = (each for each in (*self._pulls.values(), *self._lingering) if each.expected_by <= now)
+        if any(each.pull.source.incarnation == incarnation for each in late):
             return 0
         # The last token is always computed, for its logits.
         end = min(hint.num_tokens, len(request.work.token_ids) - 1) // self._block_size
@@ -206,6 +209,8 @@ class PrefixPulls:
         source could not be reached or read, or has offered nothing in time, nothing is pulled from there for a while.
         Else, if its time was up, it would have taken longer, which raises the estimate."""
         prefix = self._end(pull, now)
+        if pull.quarantined:
+            self._lingering.append(prefix)
         self.ended["gave_up"] += prefix.request.state is not PromptState.ENDED
         if cause in _UNREACHABLE or (cause is Cause.DEADLINE and not prefix.num_blocks):
             self._pause(pull.source, now)

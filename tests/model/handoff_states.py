@@ -273,9 +273,9 @@ class _Reader:
         return self.items(admission.keys())
 
     def pulls(self, pulls: Pulls) -> Any:
-        """Reads in their order, and whether each one's agent is still there, instead of their numbers."""
+        """Reads in their order, and whether each one is of its source's last offer, instead of the offers' numbers."""
         current = [
-            each.agent is not None and each.agent == pulls._agents.get(each.pull.source.incarnation)
+            each.offer is not None and each.offer == pulls._offers.get(each.pull.source.incarnation)
             for each in pulls._reads.values()
         ]
         reads = [(self.read(each.pull), each.start) for each in pulls._reads.values()]

@@ -985,6 +985,9 @@ def test_a_lent_prefix_expires_and_only_its_sink_is_told(table: LeaseTable) -> N
     actions = table.expire(30.0)
     assert returned(actions) == [BLOCKS]
     assert withdrawals(actions) == [(D1, 1, Cause.DEADLINE)]
+    [message] = [each.message for each in actions if isinstance(each, Send)]
+    assert isinstance(message, OfferWithdrawn)
+    assert message.message == "the time of the loan is over", "no request's time is"
     assert (table.num_expired, table.num_readers) == (1, 1)
     assert not verdict(table.settle(settle(offer), D1))
     table.detach(Detach(request=R1, attempt=1), D1, 31.0)

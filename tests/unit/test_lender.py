@@ -293,6 +293,7 @@ def test_a_prefix_that_nobody_has_is_refused(worker: Worker) -> None:
     [(sink, refused)] = worker.told()
     assert isinstance(refused, OfferWithdrawn)
     assert (sink, refused.cause) == (D1, Cause.LEASE_LOST)
+    assert refused.message == "nothing of this prefix is cached or can be spared"
     assert (worker.lender.num_leases, worker.lender.num_parked, worker.serving) == (0, 0, [])
 
 

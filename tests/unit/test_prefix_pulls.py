@@ -9,10 +9,12 @@ import pytest
 
 from common.contract.block_hashes import block_hashes
 from common.contract.errors import Cause
-from common.contract.ids import Incarnation, RequestId, new_incarnation
+from common.contract.ids import Incarnation, LeaseId, RequestId, new_incarnation
 from common.contract.messages.gateway import Prefill, PrefixHint, Source
+from common.contract.messages.handoff import BlocksReady
 from common.contract.sampling import SamplingParams
 from common.scheduling.costs import Costs
+from kv_transfer.pull import Pull
 from prefill_worker.prefix_pulls import PrefixPull, PrefixPulls, When
 from prefill_worker.request import PrefillRequest
 
@@ -227,6 +229,46 @@ def test_nothing_is_pulled_from_a_source_while_a_pull_from_it_hangs() -> None:
     assert made.choose(request(source=other_source()), PATIENCE_S) is not None
     made.pulled(hanging.pull, 1.1 * PATIENCE_S)
     assert made.choose(request(), 1.1 * PATIENCE_S) is not None
+
+
+def given_up(made: PrefixPulls, cause: Cause | None, at: float) -> Pull:
+    """A pull that was begun at 0 s and is given up while its read, which begins at block 0, is under way."""
+    prefix = begun(made)
+    assert prefix is not None
+    pull = prefix.pull
+    request, attempt = pull.key
+    pull.blocks_ready(
+        BlocksReady(
+            request=request, attempt=attempt, lease=LeaseId("l"), epoch=1, start=0, block_ids=(7,), num_blocks=1
+        )
+    )
+    pull.reserve((3,))
+    pull.abandon(cause, "given up")
+    made.gave_up(pull, cause, at)
+    return pull
+
+
+def test_a_pull_hangs_until_its_read_has_ended_too() -> None:
+    """Else each prompt that its source holds a part of would wait in vain, one after the other."""
+    made, at = pulls(when="always"), PATIENCE_S + 0.1
+    hanging = given_up(made, Cause.DEADLINE, PATIENCE_S)
+    assert len(made) == 0
+    assert made.expected(request(), 0, at) == 0
+    assert made.choose(request(), at) is None
+    assert made.choose(request(source=other_source()), at) is not None
+    hanging.read_done(0, "the fence")
+    assert made.choose(request(), at) is not None
+    assert not made._lingering
+
+
+def test_a_pull_that_is_given_up_before_it_hangs_stops_no_other_until_then() -> None:
+    """Its client has left. A sound read ends soon, and one that does not end hangs."""
+    made = pulls(when="always")
+    left = given_up(made, None, 0.1)
+    assert made.choose(request(), 0.2) is not None
+    assert made.choose(request(), PATIENCE_S) is None
+    left.read_done(0, None)
+    assert made.choose(request(), PATIENCE_S) is not None
 
 
 @pytest.mark.parametrize(("num_here", "expected"), [(0, 1584), (800, 1584), (1568, 0), (1584, 0)])

@@ -462,9 +462,9 @@ async def test_nothing_is_kept_of_sources_that_are_gone(net: Net) -> None:
     for _ in range(20):
         source = new_incarnation()
         net.pulls.handle(SourceOpened("elsewhere:1", source, found.welcome))
-        assert len(net.pulls._agents) == 2
+        assert len(net.pulls._offers) == 2
         net.pulls.handle(SourceLost("elsewhere:1", source, Cause.WORKER_LOST, "gone"))
-    assert list(net.pulls._agents) == [pull.source.incarnation]
+    assert list(net.pulls._offers) == [pull.source.incarnation]
     net.pulls.abandon(pull, None, "enough")
 
 
@@ -539,17 +539,19 @@ async def test_a_read_that_fails_ends_its_pull(net: Net) -> None:
     assert net.counts == (0, 1, 1)
 
 
-async def test_a_read_that_fails_gets_its_source_another_agent_once(net: Net) -> None:
-    """The connection of the old one may be broken for good; what fails with it does not cost the new one."""
+async def test_a_read_that_fails_leaves_those_that_go_on(net: Net) -> None:
+    """They may have begun after it, by a connection that the transport has made for them. The source is offered to the
+    transport again, which may have refused it, once for all reads that had begun."""
     await net.reading()
     net.transport.reads[0].fail("the peer is gone")
-    source = net.source.incarnation
-    replaced = [("add", source), ("drop", source), ("add", source)]
-    await net.until(lambda: net.transport.calls == replaced and net.counts[1] == 0)
-    assert net.transport.reads[1].state is not ReadState.PENDING, "the fence has ended it"
+    offered = [("add", net.source.incarnation)] * 2
+    await net.until(lambda: net.transport.calls == offered)
+    assert net.transport.reads[1].state is ReadState.PENDING
+    net.transport.reads[1].fail("the peer is gone")
+    await net.until(lambda: net.counts == (0, 0, 0))
     net.worker.all_told()
     await net.reading(net.pull(R2))
-    assert net.transport.calls == replaced
+    assert net.transport.calls == offered
 
 
 async def test_a_read_that_brings_other_bytes_ends_its_pull_alone(net: Net) -> None:
@@ -928,9 +930,10 @@ class Alone:
             read_bound_s=READ_BOUND_S,
         )
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, transport_metadata: bytes = b"how to") -> None:
         hello = Hello(number=0, role=Role.DECODE, fingerprint=FINGERPRINT, open_requests=())
-        self.pulls.handle(SourceOpened(address, self.source.incarnation, self.source.answer(hello)))
+        welcome = replace(self.source.answer(hello), transport_metadata=transport_metadata)
+        self.pulls.handle(SourceOpened(address, self.source.incarnation, welcome))
 
     def pull(self, request: RequestId, address: str) -> Pull:
         at = Source(address=address, incarnation=self.source.incarnation)
@@ -990,6 +993,52 @@ async def test_each_read_of_a_pull_is_dropped_once_after_it_was_started(alone: A
     ids = [each.read_id for each in decided if isinstance(each, StartRead | DropRead)]
     assert [type(each) for each in decided] == [StartRead] * 4 + [DropRead] * 2
     assert (len(set(ids)), ids[2:4]) == (4, ids[4:])
+
+
+# --- reads by a connection that was made after another had broken --------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nixl", "zmq"])
+async def test_a_read_that_begins_after_another_has_failed_goes_on(
+    alone: Alone, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes by a connection that the transport has made for it. The pulls learn of the failure only then."""
+    mine, theirs = Cache(8, 4096), Cache(8, 4096)
+    theirs.fill(3)
+    source = make_transport(kind, theirs.region, alone.source.incarnation)
+    sink: Any = make_transport(kind, mine.region, new_incarnation())
+    try:
+        alone.open("a:1", source.metadata())
+        for block, request in enumerate((R1, R2)):
+            alone.pulls.begin(pull := alone.pull(request, "a:1"))
+            alone.pulls.handle(SourceReceived(alone.source.incarnation, ready(pull, 0, 5 + block, num_blocks=1)))
+            alone.pulls.reserve(pull, (block,))
+        sink.add_source(alone.source.incarnation, source.metadata())
+        first, second = [each for each in alone.decided if isinstance(each, StartRead)]
+        broken = sink.start_read(first.source, first.source_blocks, first.sink_blocks)
+        with monkeypatch.context() as patch:
+            patch.setattr(sink._links[first.source], "poll", lambda: "the connection broke")
+            sink.poll()
+        assert broken.error == "the connection broke"
+        sound = sink.start_read(second.source, second.source_blocks, second.sink_blocks)
+        alone.decided.clear()
+        alone.pulls.handle(ReadEnded(first.read_id, broken.error))
+        for action in alone.of(AddSource, DropSource):
+            match action:
+                case AddSource(incarnation, metadata):
+                    sink.add_source(incarnation, metadata)
+                case DropSource(incarnation):
+                    sink.drop_source(incarnation)
+        async with asyncio.timeout(WAIT_S):
+            while sound.state is ReadState.PENDING:
+                source.poll()
+                sink.poll()
+                await asyncio.sleep(0)
+        assert sound.error == ""
+        assert mine.region.crc32([1]) == theirs.region.crc32([6])
+    finally:
+        sink.close()
+        source.close()
 
 
 # --- the size of a read ------------------------------------------------------------------------------------------
