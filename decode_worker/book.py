@@ -54,13 +54,13 @@ class Book:
             return
         self.drop(request)
         if all(choice.moved for choice in request.choices):
-            request.enter(RequestEvent.END)
+            self.close(request)
             self._front.count("moved")
             return
         request.enter(RequestEvent.FINISH)
         self.finished[request.work.request] = request
         while len(self.finished) > MAX_UNACKNOWLEDGED:
-            self.finished.popitem(last=False)[1].enter(RequestEvent.END)
+            self.close(self.finished.popitem(last=False)[1])
         self._front.count("finished")
         self._answers.finished(request)
 
@@ -85,12 +85,18 @@ class Book:
         its end."""
         if request.state is RequestState.FINISHED:
             del self.finished[request.work.request]
-            request.enter(RequestEvent.END)
+            self.close(request)
         elif request.state is not RequestState.ENDED:
             self.drop(request, by_client=by_client)
-            request.enter(RequestEvent.END)
+            self.close(request)
             if request.pull is not None:
                 self._front.pulls.abandon(request.pull, None, why)
+
+    def close(self, request: DecodeRequest) -> None:
+        """Nothing of the request is left here. Its choices are cleared, since with them it is a reference cycle, which
+        only the garbage collector would free."""
+        request.enter(RequestEvent.END)
+        request.choices.clear()
 
     def drop(self, request: DecodeRequest, *, by_client: bool = False) -> None:
         """Remove the request from all tables. The blocks of its pull are released, or kept in quarantine, by the

@@ -272,8 +272,7 @@ class DecodeCore:
         request = self.book.finished.get(message.request)
         if request is not None and (request.gateway, request.key) == (gateway, message.key):
             del self.book.finished[message.request]
-            request.enter(RequestEvent.END)
-            request.choices.clear()  # breaks the reference cycle, which only the garbage collector would free
+            self.book.close(request)
 
     def _on_resend(self, gateway: Incarnation, message: Resend) -> None:
         request = self.book.find(message.request)

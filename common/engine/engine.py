@@ -25,7 +25,7 @@ from common.runtime.checkpoint import config_hash, unchanged, weights_hash
 from common.runtime.config import DeviceType, WorkerSettings
 from common.runtime.cores import cores_here
 from common.runtime.daemon_threads import DaemonThreads
-from common.scheduling.costs import Costs
+from common.scheduling.costs import DEEP_TOKENS, Costs
 from common.scheduling.row_times import RowTimes
 
 log = logging.getLogger(__name__)
@@ -179,8 +179,10 @@ class Engine:
                 raise OperatorError(f"this machine's memory does not suffice: {advice} ({error})") from error
             log.info("loaded %s on %s: %s, %d blocks", folder.name, device, runner.layout, runner.cache.num_blocks)
             log.info(
-                "prefill takes %.3f ms for a token, and %.1f for a step",
+                "prefill takes %.3f ms for a token, %.3f more at a depth of %d, and %.1f for a step",
                 1e3 * costs.prefill_s_per_token,
+                1e3 * costs.depth_s * DEEP_TOKENS,
+                DEEP_TOKENS,
                 1e3 * costs.step_s,
             )
             if runner.num_host_blocks:

@@ -2,7 +2,8 @@
 
 They share memory without a name, which is gone with them: for orders, and on CPUs also for sums. All memory of KV
 caches is rank 0's, whose transport registers it as one cache in parts; the other ranks compute in theirs. On CPUs it is
-shared memory; on GPUs rank 0 allocates it on each rank's device, and the rank opens it by CUDA's handle.
+shared memory; on GPUs rank 0 allocates it on each rank's device, and the rank opens it by CUDA's handle (torch counts
+who uses it in a file of 80 KB in `/dev/shm`, which stays: a worker ends without destructors).
 
 A rank ends with its parent. If another one ends, or counts no more, the worker ends at once, whatever it computes;
 gateways see one worker that is gone.

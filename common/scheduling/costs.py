@@ -58,6 +58,8 @@ class Costs:
     swap_s_per_block: float = 1e-4
     """Time per block in one direction; infinite if there is no swap space."""
     _least_s_per_token: float = field(init=False, repr=False, compare=False)
+    _last_s: float = field(init=False, repr=False, compare=False, default=math.inf)
+    """What the step before took."""
 
     def __post_init__(self) -> None:
         self._least_s_per_token = self.prefill_s_per_token / _MOST_FALL
@@ -101,21 +103,25 @@ class Costs:
             return most
         return min(most, max(least, int(left_s / token_s)))
 
-    def _bound(self, seconds: float, depth_sum: int) -> None:
-        """Lower the estimates that a step of `seconds` shows to be too high."""
-        self.least_step_s = min(self.least_step_s, seconds)
+    def _bound(self, seconds: float, depth_sum: int) -> float:
+        """Lower the estimates that two steps in a row, now one of `seconds`, show to be too high, and return the longer
+        one's time. One alone may only look short: on a GPU the next step ends meanwhile if the process hears late of
+        the end of one."""
+        longer_s, self._last_s = max(seconds, self._last_s), seconds
+        self.least_step_s = min(self.least_step_s, longer_s)
         if depth_sum:
-            self.depth_s = min(self.depth_s, seconds / depth_sum)
+            self.depth_s = min(self.depth_s, longer_s / depth_sum)
+        return longer_s
 
     def observe_prefill(self, num_tokens: int, seconds: float, depth_sum: int = 0) -> None:
         """Move the estimates towards an observation: a step that did little else computed `num_tokens` prompt tokens in
         `seconds`. `depth_sum` is the sum of the tokens before each one's chunk (`Chunk.depth_sum`)."""
-        self._bound(seconds, depth_sum)
+        longer_s = self._bound(seconds, depth_sum)
         if num_tokens < MIN_OBSERVED_TOKENS:
             return
         old, least = self.prefill_s_per_token, self._least_s_per_token
         weight = _OBSERVATION_WEIGHT * min(1.0, num_tokens / _FULL_WEIGHT_TOKENS) ** 2
-        fixed_s = max(0.0, seconds - num_tokens * least)
+        fixed_s = max(0.0, longer_s - num_tokens * least)
         if fixed_s < self.step_s:
             self.step_s += weight * (fixed_s - self.step_s)
         # Normalised least mean squares, with the depth in units of `DEEP_TOKENS`.

@@ -293,12 +293,33 @@ def test_an_interruption_of_one_least_step_does_not_count(folder: Path) -> None:
 def test_no_step_takes_less_than_the_least_one() -> None:
     """All of its measurements were interrupted by other workers that started."""
     costs = Costs(least_step_s=0.3)
-    costs.observe_step(16, 1, 0.2)
+    for _ in range(2):
+        costs.observe_step(16, 1, 0.2)
     assert costs.least_step_s == 0.2
-    costs.observe_prefill(256, 0.1)
+    for _ in range(2):
+        costs.observe_prefill(256, 0.1)
     assert costs.least_step_s == 0.1
     costs.observe_step(0, 1, 0.5)
     assert costs.least_step_s == 0.1
+
+
+def test_a_step_whose_predecessor_was_seen_to_end_late_lowers_no_bound() -> None:
+    """The process stood still for 0.2 s, in which two steps of 0.03 s ended on the GPU."""
+    costs = Costs(least_step_s=0.02, depth_s=1e-6)
+    for seconds in (0.03, 0.2, 0.002, 0.03):
+        costs.observe_step(16, 8, seconds, 16 * 10_000)
+    assert costs.least_step_s == 0.02
+    assert costs.depth_s == pytest.approx(0.03 / (16 * 10_000), rel=1e-9)
+
+
+def test_prompts_whose_end_is_heard_late_do_not_lower_the_fixed_time_of_a_step() -> None:
+    """Each fourth one, by 6 ms, which the next step then seems to take less."""
+    costs = Costs(prefill_s_per_token=2e-5, step_s=3e-3, step_tokens=2048)
+    true_s = 3e-3 + 256 * 2e-5
+    for number in range(1000):
+        costs.observe_prefill(256, true_s + {0: 6e-3, 1: -6e-3}.get(number % 4, 0.0))
+    assert costs.step_s > 2.9e-3
+    assert costs.prefill_s_per_token == pytest.approx(2e-5, rel=0.3)
 
 
 def test_a_measurement_leaves_the_cache_as_it_was(folder: Path) -> None:

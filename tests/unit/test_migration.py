@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,8 @@ def second(world: World) -> Site:
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choices: int) -> None:
+@pytest.mark.parametrize("end", ["acknowledged", "aborted", "expired", "gateway lost"])
+def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choices: int, end: str) -> None:
     """It would come once in thousands of them. What is left are stale entries of heaps, of which there may be a few."""
     world = World(["d0"])
     site = first(world)
@@ -65,9 +67,19 @@ def test_requests_that_have_ended_are_not_left_to_the_garbage_collector(num_choi
     try:
         names: list[str] = []
         for _ in range(100):
-            world.gateway.ask(site, PROMPT, 3, num_choices)
+            leg = world.gateway.ask(site, PROMPT, 3, num_choices)
             world.deliver()
             names += site.core.book.requests
+            if end != "acknowledged":
+                site.step(2)  # each choice has two of its three tokens
+                assert site.core.book.requests[leg.key.request].choices
+            if end == "aborted":
+                world.gateway.abort(leg)
+            elif end == "expired":
+                site.core.book.requests[leg.key.request].deadline = -math.inf
+                site.tick()
+            elif end == "gateway lost":
+                site.worker.on_peer_lost(site.core.book.requests[leg.key.request].gateway)
             world.run()
         assert len(set(names)) == 100
         requests = [each for each in gc.get_objects() if type(each) is request_module.DecodeRequest]
