@@ -285,6 +285,27 @@ async def test_a_watch_that_is_cut_begins_again_with_a_list() -> None:
         assert told.counted("discovery_errors_total") in (None, 0.0), "a watch that ends is no error"
 
 
+async def test_a_watch_reads_no_list_of_authorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes 30 ms, in which no token is passed on."""
+    read: list[Any] = []
+    true = ssl.create_default_context
+
+    def counted(**options: Any) -> ssl.SSLContext:
+        read.append(options)
+        return true(**options)
+
+    async with running_api() as api, following(api) as told:
+        await watched(api)
+        monkeypatch.setattr(ssl, "create_default_context", counted)
+        for number in range(3):
+            before = api.num_watches
+            api.cut()
+            await watched(api, before)
+            api.put("d-1", DECODE, [A] if number % 2 else [A, B])
+            await told.decode(*([at(A)] if number % 2 else [at(A), at(B)]))
+    assert not read
+
+
 async def test_a_version_that_is_too_old_is_listed_anew() -> None:
     async with running_api() as api, following(api) as told:
         api.put("d-1", DECODE, [A])
