@@ -137,8 +137,8 @@ class Dispatcher(Collector):
         return Readiness(
             ready=Role.DECODE not in missing,
             reason=reason,
-            max_sequence_tokens=self._registry.max_sequence_tokens,
-            usual_sequence_tokens=self._registry.usual_sequence_tokens,
+            max_sequence_tokens=self._registry.usable_now.max_sequence_tokens,
+            usual_sequence_tokens=self._registry.usable_now.usual_sequence_tokens,
             details=lambda: {"workers": self.links.workers(), "in_flight": len(self._open)},
         )
 
@@ -154,8 +154,8 @@ class Dispatcher(Collector):
         elif now >= admittance.opened_at + generation.budget_s:
             raise GenerationFailed(Cause.DEADLINE, "the request's time ran out before this prompt's turn")
         request = OpenRequest(Flow(generation, admitted=admittance.taken, tally=self.recovery.tally), now)
-        if self._registry.block_size:  # else once there is a worker
-            request.hash_prompt(self._registry.block_size)
+        if self._registry.usable_now.block_size:  # else once there is a worker
+            request.hash_prompt(self._registry.usable_now.block_size)
         generation.waterfall.opened(admittance.opened_at)
         self._open[request] = None
         self._num_choices += generation.num_choices

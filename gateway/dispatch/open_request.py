@@ -60,10 +60,15 @@ class OpenRequest:
         """Let workers of any fingerprint begin the request anew, if nothing of it is left from the ones before: no
         attempt, no offered KV, and nothing that the client has been told."""
         flow = self.flow
-        prompt_len = len(flow.generation.token_ids)
-        told = flow.report.next_position > 1 or any(choice.next_position > prompt_len for choice in flow.choices)
-        if not (told or flow.attempts or any(want.offer is not None for want in flow.wants)):
+        if not (self.told or flow.attempts or any(want.offer is not None for want in flow.wants)):
             self.fingerprint = None
+
+    @property
+    def told(self) -> bool:
+        """Whether the client has been told of tokens, or of log probabilities of the prompt."""
+        flow = self.flow
+        prompt_len = len(flow.generation.token_ids)
+        return flow.report.next_position > 1 or any(choice.next_position > prompt_len for choice in flow.choices)
 
     @property
     def deadline(self) -> float:

@@ -165,6 +165,8 @@ class Placement:
         flow = request.flow
         ask = Ask.of(want, flow, now, request.fingerprint)
         takers = self._router.takers(ask)
+        if not len(takers) and self._offers_in_vain(want, request):
+            return flow.give_up_offer(want)
         held = self._holds(ask, takers)
         if held or (not len(takers) and (flow.refusal is None or flow.admitted)):
             if held:
@@ -186,6 +188,13 @@ class Placement:
             return False
         return not self._router.has_room(ask, ask.decode_rows(self._registry.table, takers))
 
+    def _offers_in_vain(self, want: Want, request: OpenRequest) -> bool:
+        """Whether an offer holds a request back: the usable decode workers have another fingerprint than the worker
+        that offers, and could begin the request anew."""
+        if want.offer is None or request.told or not len(self._registry.usable_rows(Role.DECODE)):
+            return False
+        return self._registry.workers[want.offer.life.address].refused is not None
+
     def _note_hope(self, want: Want, ask: Ask) -> Sequence[Hopeless]:
         """Let choices wait until the request's deadline, or, if no suitable worker exists, as long as its patience
         lasts."""
@@ -198,7 +207,7 @@ class Placement:
 
     def _route(self, want: Want, request: OpenRequest, ask: Ask) -> Sequence[FlowAction]:
         flow, generation = request.flow, request.flow.generation
-        request.hash_prompt(self._registry.block_size)
+        request.hash_prompt(self._registry.usable_now.block_size)
         # A prompt whose log probabilities are wanted is computed from its first token, so cached prefixes do not count.
         num_blocks = self._index.longest(request.block_hashes) if flow.report.complete else {}
         request.cached = {life: num * request.block_size for life, num in num_blocks.items()}

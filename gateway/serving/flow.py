@@ -7,7 +7,8 @@ Life cycle of a request in the gateway:
     2. Tokens are accepted by position, whichever attempt they come from, and go to the client.
     3. A worker fails, refuses or is lost: the unfinished choices want workers again, with the tokens that the client
        has as a forced prefix. Choices with tokens of their own continue separately. If the decode worker failed before
-       its first token, the prefill worker's offer still stands, and only a decode worker is wanted.
+       its first token, the prefill worker's offer still stands, and only a decode worker is wanted, unless those that
+       are usable have other weights.
     4. A decode worker drains: a second attempt pulls the running sequence from it (`move`), and takes over at the cut.
     5. The request ends. Done: every choice has its finish reason, or its client needs no more of it. Failed, with the
        cause: an attempt failed for good, or too often, or no worker takes the request, or its time ran out. Cancelled:
@@ -232,6 +233,12 @@ class Flow:
         if all(each.ended for each in self.choices):
             actions += [*self._end(FlowState.DONE, "done"), Done()]
         return actions
+
+    def give_up_offer(self, want: Want) -> list[FlowAction]:
+        """No usable decode worker has the weights with which the offered prompt was computed: want new workers."""
+        assert want.offer is not None
+        self._note(want.offer, Cause.FINGERPRINT, "no usable decode worker has its weights")
+        return self._without_offer(want, Cause.FINGERPRINT)
 
     def cancel(self) -> list[FlowAction]:
         """The client has left; inert after the end."""

@@ -36,14 +36,18 @@ _NO_ROOM_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Usable:
+class Usable:
     """What follows from which workers are usable."""
 
     rows: Mapping[Role, Rows]
     missing: list[Role]
     block_size: int
+    """Block size of all usable workers; 0 without any."""
     max_sequence_tokens: int | None
+    """Most tokens of one sequence at any usable decode worker; None without one."""
     usual_sequence_tokens: int | None
+    """Most tokens of one sequence at the smallest usable decode worker that takes nearly as many as the largest; None
+    without one."""
 
 
 class Registry:
@@ -88,7 +92,7 @@ class Registry:
         self._changed: set[WorkerView] = set()
         """Workers whose row of the table is to be computed before the table is read. A heartbeat does so at once, so
         that a request after a long time does not do it for all workers; other events often come many at a time."""
-        self._usable: _Usable | None = None
+        self._usable: Usable | None = None
         """None if it is to be found out."""
 
     def add(self, role: Role, endpoint: Endpoint) -> None:
@@ -261,10 +265,11 @@ class Registry:
 
     def usable_rows(self, role: Role) -> Rows:
         """Rows of the table of the workers of a role that may be given work."""
-        return self._usable_workers.rows[role]
+        return self.usable_now.rows[role]
 
     @property
-    def _usable_workers(self) -> _Usable:
+    def usable_now(self) -> Usable:
+        """What follows from which workers are usable at present."""
         if self._usable is None:
             usable = [(row, worker) for row, worker in enumerate(self.table.workers) if worker.usable]
             rows = {
@@ -275,7 +280,7 @@ class Registry:
             said = [worker.welcome for _, worker in usable if worker.welcome is not None]
             sizes = [welcome.max_sequence_tokens for welcome in said if welcome.role is Role.DECODE]
             largest = max(sizes, default=0)
-            self._usable = _Usable(
+            self._usable = Usable(
                 rows=rows,
                 missing=[role for role in needed if not len(rows[role])],
                 block_size=said[0].fingerprint.layout.block_size if said else 0,
@@ -284,29 +289,13 @@ class Registry:
             )
         return self._usable
 
-    @property
-    def max_sequence_tokens(self) -> int | None:
-        """Most tokens of one sequence at any usable decode worker; None without one."""
-        return self._usable_workers.max_sequence_tokens
-
-    @property
-    def usual_sequence_tokens(self) -> int | None:
-        """Most tokens of one sequence at the smallest usable decode worker that takes nearly as many as the largest;
-        None without one."""
-        return self._usable_workers.usual_sequence_tokens
-
-    @property
-    def block_size(self) -> int:
-        """Block size of all usable workers; 0 without any."""
-        return self._usable_workers.block_size
-
     def usable(self, role: Role) -> list[WorkerView]:
         """Workers of a role that may be given work."""
         return self.table.views(self.usable_rows(role))
 
     def missing(self) -> list[Role]:
         """Roles that need a usable worker and have none."""
-        return self._usable_workers.missing
+        return self.usable_now.missing
 
     def misfit(self) -> str | None:
         """Why one of the workers with an open session is refused; None if none is."""

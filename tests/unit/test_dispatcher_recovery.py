@@ -617,17 +617,16 @@ async def test_a_request_of_which_nobody_has_anything_begins_anew_with_another_m
     assert await text(task) == [10, 11]
 
 
-@pytest.mark.parametrize("has", ["token", "log probability", "offer"])
-async def test_a_request_of_which_somebody_has_something_does_not(make: Any, time: Time, has: str) -> None:
-    prefill = (P,) if has == "offer" else ()
-    bench = make(prefill=prefill, decode=(D, D2), patience_s=PATIENCE_S)
+@pytest.mark.parametrize("has", ["token", "log probability"])
+async def test_a_request_of_which_the_client_has_something_does_not(make: Any, time: Time, has: str) -> None:
+    bench = make(prefill=(), decode=(D, D2), patience_s=PATIENCE_S)
     bench.lose(D2)
     bench.open(D2, weights_hash="other")
     key, task = await bench.request(prompt_logprobs=1 if has == "log probability" else None)
-    assert set(bench.work[key]) == {*prefill, D}
+    assert set(bench.work[key]) == {D}
     if has == "token":
         bench.tokens(D, key, 0, 10)
-    elif has == "log probability":
+    else:
         scores = TokenScores(logprobs=(-0.5,), ranks=(1,), top_token_ids=(5,), top_logprobs=(-0.5,))
         bench.say(D, PromptLogprobs(request=key.request, attempt=key.attempt, position=1, scores=scores))
     bench.say(D, heartbeat(Phase.DRAINING))
@@ -637,6 +636,62 @@ async def test_a_request_of_which_somebody_has_something_does_not(make: Any, tim
     assert bench.newest(key)[0] == key, "other weights would say something else"
     await time.advance(PATIENCE_S)
     assert await failure(task) is Cause.WORKER_LOST
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("last", [False, True], ids=["the others come first", "the others come last"])
+async def test_an_offer_of_weights_that_no_decode_worker_has_is_given_up(
+    make: Any, time: Time, told: bool, last: bool
+) -> None:
+    """Unless the client has tokens, which the other weights might contradict."""
+    bench = make(prefill=(P,), decode=(D, D2), patience_s=PATIENCE_S)
+    bench.lose(D2)
+    if not last:
+        bench.open(D2, weights_hash="other")
+    key, task = await bench.request()
+    assert set(bench.work[key]) == {P, D}
+    if told:
+        bench.tokens(P, key, 0, 10)
+    bench.lose(D)
+    if last:
+        await time.advance(1.0)
+        assert bench.newest(key)[0] == key, "nobody else is there"
+        bench.open(D2, weights_hash="other")
+        bench.say(D2, heartbeat())
+    await time.advance(1.0)
+    newest, work = bench.newest(key)
+    if told:
+        assert (newest, bench.sent(P, Abort)) == (key, [])
+        await time.advance(PATIENCE_S)
+        assert await failure(task) is Cause.WORKER_LOST
+        return
+    assert set(work) == {D2}
+    assert len(bench.sent(P, Abort)) == 1
+    bench.tokens(D2, newest, 0, 11, reason="stop")
+    assert await text(task) == [11]
+
+
+async def test_an_offer_stands_while_no_decode_worker_is_usable(make: Any, time: Time) -> None:
+    """The prefill worker that offers is refused, for another one whose session is older."""
+    bench = make(prefill=(P, P2), decode=(D,), patience_s=PATIENCE_S)
+    bench.lose(P2)
+    bench.open(P2, weights_hash="other")
+    bench.lose(P)
+    bench.open(P)
+    key, task = await bench.request()
+    assert set(bench.work[key]) == {P, D}
+    bench.lose(D)
+    await time.advance(1.0)
+    assert bench.registry.workers[P].refused is not None
+    assert bench.sent(P, Abort) == []
+    bench.open(D)
+    bench.say(D, heartbeat())
+    await time.advance(1.0)
+    newest, work = bench.newest(key)
+    assert set(work) == {D}
+    assert work[D].source is not None, "it takes the offer over"
+    bench.tokens(D, newest, 0, 11, reason="stop")
+    assert await text(task) == [11]
 
 
 async def test_a_request_that_begins_anew_with_other_blocks_is_looked_up_by_these(make: Any) -> None:
