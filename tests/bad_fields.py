@@ -135,6 +135,16 @@ COMMON: Cases = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://localhost/s"}}}},
         "response_format.json_schema",
     ),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"schema": {"type": "object"}}}},
+        "response_format.json_schema",
+    ),
+    (
+        {"response_format": {"type": "text", "json_schema": {"schema": {"type": "object"}}}},
+        "response_format.json_schema",
+    ),
+    ({"response_format": {"type": "json_object", "value": {"type": "object"}}}, "response_format.value"),
+    ({"response_format": {"type": "json_object", "response_schema": {}}}, "response_format.response_schema"),
     ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema"),
     ({"response_format": {"type": "json_object", "schema": {"type": "wizard"}}}, "response_format.schema"),
     ({"guided_json": "[1]"}, "guided_json"),

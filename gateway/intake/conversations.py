@@ -42,12 +42,7 @@ async def rendered(
 
     def render() -> str:
         _refuse_lost_messages(dialect, messages, with_tools=bool(tools))
-        return tokenizer.render_chat(
-            [message.for_template() for message in messages],
-            [tool.for_template() for tool in tools],
-            switches,
-            ending,
-        )
+        return tokenizer.render_chat(_for_template(messages), [tool.for_template() for tool in tools], switches, ending)
 
     try:
         if _is_short(messages, tools, switches):
@@ -71,6 +66,18 @@ def _refuse_lost_messages(dialect: Dialect, messages: Sequence[ChatMessage], *, 
             raise invalid(param, f"{param}: more than {_MAX_OTHER_ROLES} roles besides {', '.join(sorted(known))}")
         if dialect.tokenizer.leaves_out(role, with_tools=with_tools):
             raise invalid(param, f"{param}: this model's chat template leaves out messages of the role {role!r}")
+
+
+def _for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them. Some require a result to have the name of its function, which clients
+    of OpenAI's API do not repeat beside the id of the call."""
+    names: dict[str, str] = {}
+    given = [message.for_template() for message in messages]
+    for message, each in zip(messages, given, strict=True):
+        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+        if each["role"] == "tool" and each["tool_call_id"] in names:
+            each.setdefault("name", names[each["tool_call_id"]])
+    return given
 
 
 def ending_of(form: ChatRequest) -> PromptEnding:

@@ -60,17 +60,28 @@ def refuse_unenforceable(schema: dict[str, Any]) -> None:
         raise ValueError(f"multipleOf: all of them together have multiples of more than {_MAX_MULTIPLE}")
 
 
-def without_unknown_formats(schema: dict[str, Any], text: str) -> str:
-    """The `text` of a schema, which was read as `schema`, without formats that the library does not know. Such a format
-    describes strings and restricts none of them, as JSON Schema has it. Changes `schema`."""
-    unknown = [
-        part
+def without_what_restricts_nothing(schema: dict[str, Any], text: str) -> str:
+    """The `text` of a schema, which was read as `schema`, without keywords that the library would refuse although they
+    restrict nothing: formats that it does not know, which only describe strings, as JSON Schema has it; `propertyNames`
+    that are any strings; and `uniqueItems: false`. Changes `schema`."""
+    idle = [
+        (part, key)
         for part in _parts(schema, with_literals=False)
-        if isinstance(part.get("format"), str) and part["format"] not in _FORMATS
+        for key in ("format", "propertyNames", "uniqueItems")
+        if key in part and _restricts_nothing(key, part[key])
     ]
-    for part in unknown:
-        del part["format"]
-    return json.dumps(schema, ensure_ascii=False) if unknown else text
+    for part, key in idle:
+        del part[key]
+    return json.dumps(schema, ensure_ascii=False) if idle else text
+
+
+def _restricts_nothing(key: str, value: Any) -> bool:
+    match key:
+        case "format":
+            return isinstance(value, str) and value not in _FORMATS
+        case "propertyNames":
+            return value is True or value in ({}, {"type": "string"})
+    return value is False
 
 
 def _parts(schema: dict[str, Any], *, with_literals: bool = True) -> Iterator[dict[str, Any]]:

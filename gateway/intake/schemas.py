@@ -180,6 +180,10 @@ class ResponseFormat(Schema):
         str | None, PlainValidator(_schema_text, json_schema_input_type=_JsonSchema | None), Field(alias="schema")
     ] = None
     """For the type `json_object`: the schema that the object must follow, as in llama.cpp and other servers."""
+    value: None = None
+    """Other servers' name of a schema; `schema` is the one that is taken."""
+    response_schema: None = None
+    """As `value`."""
 
 
 class StructuredOutputs(Schema):

@@ -18,7 +18,7 @@ from common.runtime.grammar_limits import grammar_limits
 from gateway.intake.expanded_length import MAX_EXPANDED, expanded_grammar_length, expanded_length
 from gateway.intake.field_types import MAX_TEXT_CHARS
 from gateway.intake.grammar_checks import checked
-from gateway.intake.json_schemas import refuse_unenforceable, without_unknown_formats
+from gateway.intake.json_schemas import refuse_unenforceable, without_what_restricts_nothing
 from gateway.intake.schemas import SamplingFields, StructuredOutputs
 from gateway.web.http_errors import invalid
 
@@ -35,9 +35,11 @@ _NAMES_TOKENS = re.compile("unknown special token|Token range")
 _INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
 _LARK_BEGINNING = re.compile(r"^[^\S\n]*(?:%llguidance\b|[?!]?start\s*(?:\[[^\]\n]*\]\s*)?:)", re.MULTILINE)
 """Tells Lark's notation, in which every grammar has a rule `start`, from GBNF, in which none may have one."""
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _MAX_GBNF_RULES = 500
 """The library's conversion takes time quadratic in the number of rules."""
-_ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = '{"type": "object"}'
+"""The JSON schema of any object."""
 
 
 async def grammar_of(form: SamplingFields) -> str | None:
@@ -71,9 +73,11 @@ def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
     given = form.response_format
     if given is not None and given.schema_ is not None and given.type != "json_object":
         raise invalid("response_format.schema", "response_format.schema goes with the type json_object")
+    if given is not None and given.json_schema is not None and given.type != "json_schema":
+        raise invalid("response_format.json_schema", "response_format.json_schema goes with the type json_schema")
     if given is not None and given.type == "json_object":
         if given.schema_ is None or given.schema_ == "{}":
-            wanted.append(("response_format", "json_schema", _ANY_OBJECT))
+            wanted.append(("response_format", "json_schema", ANY_OBJECT))
         else:
             wanted.append(("response_format.schema", "json_schema", given.schema_))
     if given is not None and given.type == "json_schema":
@@ -84,7 +88,7 @@ def _wanted(form: SamplingFields) -> list[tuple[str, str, str]]:
         wanted.append(("response_format.json_schema", "json_schema", given.json_schema.schema_))
     vllm = form.structured_outputs or StructuredOutputs()
     if vllm.json_object:
-        wanted.append(("structured_outputs.json_object", "json_schema", _ANY_OBJECT))
+        wanted.append(("structured_outputs.json_object", "json_schema", ANY_OBJECT))
     for param, kind, value in (
         ("guided_json", "json_schema", form.guided_json),
         ("guided_regex", "regex", form.guided_regex),
@@ -145,9 +149,18 @@ def _lark(text: str) -> str:
     if text.count("::=") > _MAX_GBNF_RULES:
         raise ValueError(f"more than {_MAX_GBNF_RULES} rules in GBNF")
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(_GBNF_ESCAPE.sub(_plain, text))
     except Exception as error:
         raise ValueError(f"neither Lark's notation nor GBNF: {error}") from error
+
+
+def _plain(escape: re.Match[str]) -> str:
+    """A numeric escape of GBNF as its character, since the library's conversion loses leading zeros of them; other
+    escapes as they are."""
+    code = int(escape[1] or escape[2] or "d800", 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        return escape[0]
+    return f"\\x{code:02x}" if code < 128 else chr(code)
 
 
 def _refuse_long(length: int) -> None:
@@ -162,7 +175,7 @@ def json_grammar(schema: str) -> str:
         raise ValueError("a schema is a JSON object")
     refuse_unenforceable(parsed)
     return LLMatcher.grammar_from_json_schema(
-        without_unknown_formats(parsed, schema),
+        without_what_restricts_nothing(parsed, schema),
         overrides={  # every option that a schema could set under `x-guidance`
             "whitespace_pattern": _WHITESPACE,
             "item_separator": ",",

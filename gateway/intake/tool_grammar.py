@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from gateway.intake.grammar_checks import checked
 from gateway.intake.schemas import ChatRequest
 from gateway.intake.structured_output import (
+    ANY_OBJECT,
     grammar_of,
     guarded,
     json_grammar,
@@ -128,8 +129,13 @@ def _names(choice: str | NamedToolChoice | AllowedToolChoice | None) -> frozense
 
 
 def compile_answer(spec: AnswerGrammar) -> tuple[str, str]:
-    """The grammar of an answer, and an error message or ""."""
-    return guarded(lambda: validated(_compose(spec)))
+    """The grammar of an answer, and an error message or "". Where no call is required, arguments follow their schemas
+    as far as these can be enforced: each by itself, and all of them together."""
+    grammar, error = guarded(lambda: validated(_compose(spec)))
+    if error and spec.answer is not None:
+        free = replace(spec, functions=tuple((name, ANY_OBJECT) for name, _ in spec.functions))
+        return guarded(lambda: validated(_compose(free)))
+    return grammar, error
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
@@ -147,7 +153,8 @@ def _compose(spec: AnswerGrammar) -> str:
     if spec.tool_format is not None:
         bodies.append("calls")
         rules += _RULES[spec.tool_format](spec)
-        parts += [_named(f"args_{i}", _arguments(schema)) for i, (_, schema) in enumerate(spec.functions)]
+        free = spec.answer is not None
+        parts += [_named(f"args_{i}", _arguments(*function, free=free)) for i, function in enumerate(spec.functions)]
     if spec.answer is not None:
         bodies.append("@answer")
         parts.append(_named("answer", spec.answer))
@@ -161,12 +168,13 @@ def _compose(spec: AnswerGrammar) -> str:
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *parts]}, ensure_ascii=False)
 
 
-def _arguments(schema: str) -> str:
-    """The grammar of a call's arguments, checked by itself, because the check of the whole grammar may not reach it."""
-    grammar, error = validated(json_grammar(schema))
-    if error:
-        raise ValueError(error)
-    return grammar
+def _arguments(name: str, schema: str, *, free: bool) -> str:
+    """The grammar of a call's arguments, checked by itself, because the check of the whole grammar may not reach it. If
+    the schema cannot be enforced, it is that of any object if the arguments are `free`, else a `ValueError`."""
+    grammar, error = guarded(lambda: validated(json_grammar(schema)))
+    if error and not free:
+        raise ValueError(f"{name}: {error}")
+    return json_grammar(ANY_OBJECT) if error else grammar
 
 
 def _named(name: str, grammar: str) -> dict[str, Any]:

@@ -363,6 +363,43 @@ async def test_a_conversation_with_calls_and_their_results() -> None:
     assert "None" not in prompt
 
 
+_NAMING = """
+{%- for message in messages %}{% if message.role == "tool" %}{% if message.name is not defined %}
+{{- raise_exception("Tool response dicts require a 'name' key") }}{% endif %}{{ message.name }}: {% endif %}
+{{- message.content }}
+{% endfor %}{# tools #}assistant:"""
+
+
+async def test_a_result_has_the_name_of_its_function() -> None:
+    """Templates of Hermes 2 Pro require it, and clients of OpenAI's API do not send it."""
+    calls = [
+        {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for name in ("get_weather", "is-noon")
+    ]
+    messages: list[dict[str, Any]] = [*MESSAGES, {"role": "assistant", "tool_calls": calls}]
+    results: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": "call_is-noon", "content": "yes"},
+        {"role": "tool", "tool_call_id": "call_get_weather", "content": "sunny", "name": "weather"},
+    ]
+    again = [  # the client numbers the calls of each turn anew
+        {"role": "assistant", "tool_calls": [calls[0] | {"id": "call_is-noon"}]},
+        {"role": "tool", "tool_call_id": "call_is-noon", "content": "rain"},
+    ]
+    model: dict[str, Any] = {"api_settings": tool_settings(), "model_tokenizer": wrap(backend(), _NAMING)}
+    generator = scripted("Well.")
+    status, _, _ = await post(CHAT_PATH, CHAT | {"messages": messages + results + again}, generator, **model)
+    assert status == 200
+    unknown = results[0] | {"tool_call_id": "another"}
+    status, answer, _ = await post(CHAT_PATH, CHAT | {"messages": [*messages, unknown]}, **model)
+    assert status == 400
+    assert "require a 'name' key" in answer["error"]["message"]
+    prompt = prompt_of(generator)
+    assert "is-noon: yes" in prompt
+    assert "weather: sunny" in prompt
+    assert "get_weather: sunny" not in prompt, "the client has said otherwise"
+    assert "get_weather: rain" in prompt
+
+
 _PARTS = """
 {%- for m in messages %}{{ m.role }}: {% if '</think>' in m.content %}X{% endif %}{{ m['content'] | trim }}
 {%- for call in m.tool_calls or [] %}<{{ call.function.name }}>{% endfor %}

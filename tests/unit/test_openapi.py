@@ -67,6 +67,8 @@ SAID_NOWHERE = [
     {"top_logprobs": 3},
     {"prompt_logprobs": 1, "stream": True},
     {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_object", "json_schema": {"schema": {"type": "object"}}}},
+    {"response_format": {"type": "text", "json_schema": {"schema": {"type": "object"}}}},
     {"best_of": 2},
     {"n": 2, "best_of": 3},
     {"guided_regex": "a", "guided_choice": ["a"]},

@@ -76,6 +76,10 @@ def test_what_does_not_validate_is_not_taken(schema: dict[str, Any], text: str) 
         ({"type": "string", "format": "json-pointer", "pattern": "^a+$"}, '"aa"'),
         ({"type": "object", "properties": {"format": {"format": "regex"}}, "required": ["format"]}, '{"format":"é"}'),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"enum": [{"format": "no such"}]}}}, '{"format":"no such"}'),
+        (NAMES | {"propertyNames": {"type": "string"}}, '{"a":1}'),
+        ({"items": NAMES | {"propertyNames": {}}, "propertyNames": True}, '[{"a":1}]'),
+        ({"type": "object", "properties": {"propertyNames": {"const": {}}}}, '{"propertyNames":{}}'),
+        ({"type": "array", "uniqueItems": False}, "[1,1]"),
     ],
 )
 def test_what_validates_is_taken(schema: dict[str, Any], text: str) -> None:
@@ -104,6 +108,8 @@ def test_formats_that_the_library_knows_are_kept(name: str) -> None:
         ({"$ref": "#/mine", "mine": NAMES | {"minProperties": 2}}, "minProperties"),
         (A | {"x-guidance": {"lenient": True}, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"x-guidance": {"coerce_one_of": True}, "oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        (NAMES | {"propertyNames": {"pattern": "^a"}}, "propertyNames"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"const": "a\x01b"}, "control character"),
         ({"enum": ["c", {"b": ["a\x7fb"]}]}, "control character"),
         ({"type": "string", "pattern": r"^a\x01b$"}, "control character"),

@@ -211,15 +211,56 @@ async def test_a_format_alone_is_what_it_was() -> None:
     ids=["reference", "large", "names"],
 )
 async def test_a_schema_that_cannot_be_followed(parameters: dict[str, Any], reason: str) -> None:
-    """Only where it is to be followed; otherwise it is the model's to read."""
+    """It is refused only where it is to be followed; otherwise it is the model's to read."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     dialect = Dialect.of(tool_tokenizer("hermes"))
     form = parse(ChatRequest, {"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
-    with pytest.raises(ApiError, match=reason) as caught:
+    with pytest.raises(ApiError, match=f"tools: f: .*{reason}") as caught:
         await chat_grammar(form, dialect, dialect.tokenizer.render_chat(MESSAGES))
     assert caught.value.param == "tools"
     free = parse(ChatRequest, {"messages": MESSAGES, "tools": tools})
     assert await chat_grammar(free, dialect, dialect.tokenizer.render_chat(MESSAGES)) is None
+
+
+ODD: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"not": {}}}}}}
+]
+LARGE: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": f"f{i}",
+            "parameters": {"properties": {f"p{j}": {"type": "string"} for j in range(60)}, "required": ["p0"]},
+        },
+    }
+    for i in range(60)
+]
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "enforced"),
+    [([*TOOLS, *ODD], "odd", True), ([*TOOLS, *LARGE], "f9", False)],
+    ids=["one that cannot be", "too many"],
+)
+async def test_a_format_of_the_answer_holds_calls_to_the_schemas_that_can_be_followed(
+    tools: list[dict[str, Any]], name: str, enforced: bool, library_tokenizer: LLTokenizer
+) -> None:
+    dialect = Dialect.of(tool_tokenizer("hermes"))
+    form = parse(ChatRequest, {"messages": MESSAGES, "tools": tools, "guided_regex": "[56]"})
+    grammar = await chat_grammar(form, dialect, dialect.tokenizer.render_chat(MESSAGES))
+    assert grammar is not None
+
+    def takes(text: str) -> bool:
+        matcher = LLMatcher(library_tokenizer, grammar, log_level=0, limits=grammar_limits())
+        tokens = backend().encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    assert takes("5")
+    assert not takes("7")
+    assert takes(call % (name, '{"a":1}'))
+    assert takes(call % ("get_weather", '{"city":"Oslo","days":3}'))
+    assert takes(call % ("get_weather", '{"days":"many"}')) != enforced
 
 
 @pytest.mark.parametrize(
