@@ -295,7 +295,7 @@ async def test_files_that_are_not_results_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("x" * 255, "File name too long"),  # a legal name, but not with what is added for the file from which it is made
+        ("x" * 255, "File name too long"),  # legal, but not with what is added for the file from which it is made
         (".", "is a folder"),
     ],
 )
