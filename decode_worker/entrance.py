@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from common.contract.tiers import Tier
 from common.engine.block_pool import BlockPool
-from common.scheduling.costs import Costs
 from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
-from common.scheduling.turns import Passing, due_at
+from common.scheduling.turns import Passing
 from decode_worker.admission import Admission, Newcomer, Pressure, quantile_of
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.policy import Policy
@@ -44,14 +43,12 @@ class Entrance:
         self,
         pool: BlockPool,
         policy: Policy,
-        costs: Costs,
         admission: Admission,
         batch: RunningBatch,
         prompts: LocalPrompts,
     ) -> None:
         self._pool = pool
         self._policy = policy
-        self._costs = costs
         self._admission = admission
         self._batch = batch
         self._prompts = prompts
@@ -85,8 +82,7 @@ class Entrance:
         request.enter(RequestEvent.WANT)
         self.look_up(request)
         num_tokens = 0 if request.pull is not None else len(work.token_ids)
-        work_s = self._costs.compute_s(0, num_tokens)
-        deadline = due_at(request.arrived, self._policy.ttft_target_s(work.tier), work_s)
+        deadline = self._prompts.due_at(request, 0, num_tokens)
         self.waiting.add(request, tier=work.tier, tenant=work.tenant, deadline=deadline, now=now)
         self._look_again = True
 

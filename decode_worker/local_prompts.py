@@ -11,7 +11,6 @@ from common.contract.tiers import Tier
 from common.scheduling.chunked_prefill import Chunk, ChunkQueue
 from common.scheduling.costs import Costs
 from common.scheduling.lazy_heap import LazyHeap
-from common.scheduling.turns import due_at
 from decode_worker.policy import Policy
 from decode_worker.request import DecodeChoice, DecodeRequest, LocalPrompt
 
@@ -68,7 +67,7 @@ class LocalPrompts:
         """Compute the tokens from `num_computed` on: those of a preempted sequence, or (without one) of the request's
         prompt. It ages from `now` on."""
         rank, order = request.work.tier.rank, request.order if choice is None else choice.order
-        urgency = (rank, self._due_at(request, num_computed, len(token_ids)), order)
+        urgency = (rank, self.due_at(request, num_computed, len(token_ids)), order)
         prompt = LocalPrompt(request, choice, token_ids, num_computed, block_table, urgency, ages_from=now)
         if choice is None:
             self.of_requests[request] = prompt
@@ -160,7 +159,7 @@ class LocalPrompts:
         self._chunks.remove(prompt)
         prompt.block_table, prompt.num_computed = block_table, num_computed
         rank, due_at_s, order = prompt.urgency
-        due_at_s = min(due_at_s, self._due_at(prompt.request, num_computed, len(prompt.token_ids)))
+        due_at_s = min(due_at_s, self.due_at(prompt.request, num_computed, len(prompt.token_ids)))
         prompt.urgency = (rank, due_at_s, order)
         self._chunks.add(prompt, prompt.ages_from)
 
@@ -183,10 +182,11 @@ class LocalPrompts:
         """The newest one of the lowest tier."""
         return self._newest.first()
 
-    def _due_at(self, request: DecodeRequest, start: int, end: int) -> float:
-        """When the first token is due of a request of which tokens `[start, end)` are to be computed."""
+    def due_at(self, request: DecodeRequest, start: int, end: int) -> float:
+        """When the first token is due of a request of which tokens `[start, end)` are to be computed: the target of its
+        tier, and the time that these tokens take, after its arrival."""
         target_s = self._policy.ttft_target_s(request.work.tier)
-        return due_at(request.arrived, target_s, self._costs.compute_s(start, end))
+        return request.arrived + target_s + self._costs.compute_s(start, end)
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""

@@ -62,7 +62,7 @@ class DecodeScheduler:
         self.batch = RunningBatch(policy, self.bound)
         self._admission = Admission(pool, policy, self.bound)
         self.prompts = LocalPrompts(policy, costs)
-        self.entrance = Entrance(pool, policy, costs, self._admission, self.batch, self.prompts)
+        self.entrance = Entrance(pool, policy, self._admission, self.batch, self.prompts)
         self.swap = SwapSpace(policy, costs)
         self.sequences = Sequences(pool, policy, self._admission, self.batch, self.prompts, self.entrance, self.swap)
         self.preemption = Preemption(pool, policy, self.batch, self.prompts, self.entrance, self.swap, self.sequences)

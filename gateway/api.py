@@ -20,10 +20,10 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -41,11 +41,12 @@ from gateway.answer.chunk_sender import ChunkSender
 from gateway.answer.responses import AnswerFormat, ChatFormat, CompletionFormat, Heading, WholeChoice, usage_of
 from gateway.api_settings import ApiSettings, version
 from gateway.dashboard.handlers import Dashboard
-from gateway.intake.request_intake import Intake, Job
+from gateway.intake.request_intake import ChargeAhead, Intake, Job
 from gateway.intake.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    SamplingFields,
     SchemaT,
     TokenizeRequest,
     parse,
@@ -60,6 +61,8 @@ from gateway.web.ending import ENDING, GOODBYE_S, Ending
 from gateway.web.event_stream import EventStream
 from gateway.web.request_body import BodyReader
 from gateway.web.request_ids import echo_name, name_requests
+
+_FormT = TypeVar("_FormT", bound=SamplingFields)
 
 _READING_GRACE_S: Final = 60.0
 """Time after the budget of a streamed answer in which its client must read the rest."""
@@ -145,35 +148,10 @@ class _Api:
         self._document = document()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        arrived_s = self._clock()
-        form = await self._form(request, CompletionRequest)
-        caller = request[CALLER]
-        caller.check_tier(form.service_tier)
-        job = await self._intake.completion(form, caller.tenant, caller.charge_ahead)
-        answer = CompletionFormat(
-            self._heading("cmpl"),
-            self._tokenizer,
-            job.with_logprobs,
-            prompt_ids=job.prompt_ids,
-            echoed=form.logprobs if form.echo else None,
-            prompted=form.prompt_logprobs,
-        )
-        return await self._generate(request, job, answer, arrived_s)
+        return await self._generate(request, CompletionRequest, self._intake.completion, CompletionFormat, "cmpl")
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        arrived_s = self._clock()
-        form = await self._form(request, ChatRequest)
-        caller = request[CALLER]
-        caller.check_tier(form.service_tier)
-        job = await self._intake.chat(form, caller.tenant, caller.charge_ahead)
-        answer = ChatFormat(
-            self._heading("chatcmpl"),
-            self._tokenizer,
-            job.with_logprobs,
-            prompt_ids=job.prompt_ids,
-            prompted=form.prompt_logprobs,
-        )
-        return await self._generate(request, job, answer, arrived_s)
+        return await self._generate(request, ChatRequest, self._intake.chat, ChatFormat, "chatcmpl")
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         caller = request[CALLER]
@@ -228,9 +206,26 @@ class _Api:
         return parse(schema, body)
 
     async def _generate(
-        self, request: web.Request, job: Job, answer: AnswerFormat, arrived_s: float
+        self,
+        request: web.Request,
+        schema: type[_FormT],
+        make_job: Callable[[_FormT, str, ChargeAhead], Awaitable[Job]],
+        format_of: type[AnswerFormat],
+        prefix: str,
     ) -> web.StreamResponse:
-        caller = request[CALLER]
+        """Answer a request of a generating endpoint. `prefix` begins the ids of its answers."""
+        arrived_s, caller = self._clock(), request[CALLER]
+        form = await self._form(request, schema)
+        caller.check_tier(form.service_tier)
+        job = await make_job(form, caller.tenant, caller.charge_ahead)
+        answer = format_of(
+            Heading.draw(prefix, int(time.time()), self._settings.model_name, self._settings.system_fingerprint),
+            self._tokenizer,
+            job.with_logprobs,
+            prompt_ids=job.prompt_ids,
+            echoed=form.logprobs if isinstance(form, CompletionRequest) and form.echo else None,
+            prompted=form.prompt_logprobs,
+        )
         caller.charge_prompt(job.num_prompt_tokens)
         request[_JOB] = job
         target = self._settings.targets[job.generations[0].tier]
@@ -314,9 +309,6 @@ class _Api:
         except Exception:
             life.failed(Cause.INTERNAL, "unexpected error", self._clock())
             raise
-
-    def _heading(self, prefix: str) -> Heading:
-        return Heading.draw(prefix, int(time.time()), self._settings.model_name, self._settings.system_fingerprint)
 
     def _model(self, name: str) -> answers.Model:
         return {

@@ -26,13 +26,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from common.contract.errors import TransferError
 from common.contract.ids import Incarnation
+from common.contract.messages.fields import WireData
 from common.runtime.config import DEFAULT_MAX_REGISTRATIONS
 from kv_transfer.regions import BlockPiece, RankPart, Region, pieces
 from kv_transfer.routes import ReadRoute
@@ -54,10 +55,8 @@ _DeviceId = Annotated[int, Field(strict=True, ge=0, le=1024)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Metadata:
+class _Metadata(WireData):
     """What a source tells its sinks."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     agent: Annotated[str, Field(strict=True, min_length=1, max_length=128)]
     agent_metadata: Annotated[bytes, Field(strict=True, min_length=1, max_length=MAX_METADATA_BYTES)]

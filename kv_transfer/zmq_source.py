@@ -12,13 +12,14 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgpack
 import zmq
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from common.contract.errors import TransferError
+from common.contract.messages.fields import WireData
 from common.runtime.curve import CurveKeys
 from kv_transfer.regions import Region
 from kv_transfer.transport import unpack
@@ -41,10 +42,8 @@ _Size = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metadata:
+class Metadata(WireData):
     """What a source tells its sinks."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     incarnation: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
     # An address, not a name: a name that does not resolve would never connect, and ZMQ would not say so.
@@ -57,10 +56,8 @@ class Metadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _Request(WireData):
     """The request for bytes `[start, start + length)` of each of these blocks."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     token: Annotated[bytes, Field(strict=True, max_length=64)]
     number: _Count
@@ -70,10 +67,8 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AnswerHeader:
+class _AnswerHeader(WireData):
     """The header before the bytes of a piece. If the request is refused, it stands alone and says why."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     number: _Count
     refused: Annotated[str, Field(strict=True, max_length=1024)]
@@ -92,8 +87,6 @@ class ZmqServer:
     ) -> None:
         self.token = secrets.token_bytes(32)
         """What every request must bear."""
-        self.num_refused = 0
-        """Requests that were refused."""
         self.on_died: Callable[[Exception], None] | None = None
         """Called in the thread with the bug that has ended it."""
         self._region = region
@@ -138,21 +131,19 @@ class ZmqServer:
         try:
             request = unpack(_REQUEST, b"".join(frames), "request", MAX_HEADER_BYTES)
         except TransferError:
-            self.num_refused += 1  # not answered, because it has no number
-            return
+            return  # not answered, because it has no number
         piece: list[bytes] = []
         refused = ""
         try:
             piece.append(self._read(request))
         except TransferError as error:
-            self.num_refused += 1
             refused = str(error)
         header: bytes = msgpack.packb({"number": request.number, "refused": refused})
         self._socket.get(zmq.EVENTS)  # counts what has left; a send alone does so about once a millisecond
         try:
             self._socket.send_multipart([sink, header, *piece], zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            self.num_refused += 1  # the sink asks for more at once than it may
+            pass  # the sink asks for more at once than it may
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:  # the sink has gone
                 raise

@@ -89,11 +89,6 @@ class ZmqTransport:
         self._links: dict[Incarnation, _Link] = {}
         self._server = ZmqServer(self._context, region, host, keys)
 
-    @property
-    def num_refused(self) -> int:
-        """Requests of peers that were refused: malformed, wrong token, no such block."""
-        return self._server.num_refused
-
     def watch(self, on_died: Callable[[Exception], None]) -> None:
         """See `Transport.watch`."""
         self._server.on_died = on_died

@@ -24,7 +24,7 @@ from common.scheduling.costs import Costs
 from common.scheduling.fair_queue import FairQueue
 from common.scheduling.lazy_heap import LazyHeap
 from common.scheduling.trials import Trials
-from common.scheduling.turns import Passing, due_at
+from common.scheduling.turns import Passing
 from prefill_worker.request import PrefillRequest, PromptEvent, PromptState
 from prefill_worker.room import Backlog, Horizon, TierHoldings, worth_waiting_for
 
@@ -291,7 +291,7 @@ class PrefillScheduler:
         """
         before_s = backlog.seconds_before(request.tier, request.num_uncomputed, self._costs)
         own_s = self._costs.compute_s(*request.uncomputed)
-        return due_at(now, self._ttft_target_s(request.tier), before_s + own_s)
+        return now + self._ttft_target_s(request.tier) + (before_s + own_s)
 
     def _compute(self, request: PrefillRequest) -> None:
         request.length = request.num_uncomputed

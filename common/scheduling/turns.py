@@ -1,4 +1,4 @@
-"""The rules by which requests take turns, in both pools: deadlines, ageing, and passing.
+"""The rules by which requests take turns, in both pools: ageing and passing.
 
 A request that has waited for too long is *aged*: its tier then gets one turn, token or place in `AGED_SHARE`, whatever
 higher tiers want. A request that does not fit lets later ones *pass*, a bounded number of times. The order by tier,
@@ -18,12 +18,6 @@ AGED_SHARE: Final = 8
 """An aged lower tier gets one turn, token or place in this many."""
 MAX_PASSED: Final = 16
 """Number of later requests that may be admitted before a waiting request that does not fit. After that, none may."""
-
-
-def due_at(start: float, target_s: float, work_s: float) -> float:
-    """Monotonic seconds by which a first token is due that is wanted from `start` on, within the tier's target of
-    `target_s`, if computing what comes before it takes `work_s`."""
-    return start + target_s + work_s
 
 
 def aged(waiting: LazyHeap[T], before: float, without: Collection[T] = ()) -> T | None:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
 
 from common.contract.sampling import SamplingParams
@@ -125,6 +125,7 @@ class Intake:
         self._ready = ready
         self._settings = settings
         self._limits = settings.limits
+        self._defaults = asdict(settings.sampling_defaults)
         self._most_bytes = settings.limits.max_answer_bytes
         self._dialect = Dialect.of(tokenizer, settings.tool_parser, settings.reasoning_parser)
 
@@ -140,7 +141,7 @@ class Intake:
         for number, prompt in enumerate(form.prompt):
             if number:
                 await asyncio.sleep(0)  # let other tasks run: there may be many prompts
-            prompts.append(await self._prompt_tokens(prompt, context, form.add_special_tokens))
+            prompts.append(await self._tokens(prompt, "prompt", context, form.add_special_tokens))
         echoed = form.logprobs if form.echo else None
         most = most_tokens(form, self._most_bytes, num_prompts, form.logprobs, sum(map(len, prompts)), echoed)
         length = LengthLimit("max_tokens", form.max_tokens, COMPLETION_MAX_TOKENS, most, self._most_bytes)
@@ -179,7 +180,8 @@ class Intake:
         ending = ending_of(form)
         prompt = await rendered(self._dialect, form.messages, tools, switches, ending)
         context = self._context()
-        token_ids = await self._rendered_tokens(prompt, "messages", context, charge)
+        self._expect([prompt], "messages", context, charge)
+        token_ids = await self._tokens(prompt, "messages", context, add_special_tokens=False)
         grammar = await chat_grammar(form, self._dialect, prompt)
         plan = self._dialect.plan(
             prompt,
@@ -205,18 +207,18 @@ class Intake:
         if (form.prompt is None) == (form.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         most = self._limits.max_sequence_tokens
+        prompt, param, add_special_tokens = form.prompt, "prompt", form.add_special_tokens
         if form.messages is not None:
             if form.add_special_tokens:
                 raise invalid("add_special_tokens", "add_special_tokens: a conversation has those of its template")
             switches = form.chat_template_kwargs or {}
             prompt = await rendered(self._dialect, form.messages, form.tools or (), switches)
-            token_ids = await self._rendered_tokens(prompt, "messages", most, charge)
-        else:
-            assert form.prompt is not None
-            self._expect([form.prompt], "prompt", most, charge)
-            token_ids = await self._prompt_tokens(form.prompt, most, form.add_special_tokens)
+            param, add_special_tokens = "messages", False
+        assert prompt is not None
+        self._expect([prompt], param, most, charge)
+        token_ids = await self._tokens(prompt, param, most, add_special_tokens)
         if len(token_ids) > most:
-            raise too_long("prompt" if form.messages is None else "messages", len(token_ids), most)
+            raise too_long(param, len(token_ids), most)
         return token_ids
 
     async def detokenize(self, form: DetokenizeRequest, charge: Callable[[int], None] = _for_nothing) -> str:
@@ -274,19 +276,12 @@ class Intake:
         if num_chars >= _LONG_CHARS:
             charge(expected)
 
-    async def _prompt_tokens(self, prompt: Prompt, context: int, add_special_tokens: bool | None) -> list[int]:
+    async def _tokens(self, prompt: Prompt, param: str, context: int, add_special_tokens: bool | None) -> list[int]:
+        """The tokens of a prompt; `param` is the field that it came from."""
         if not isinstance(prompt, str):
             return list(prompt)
         try:
             return await self._tokenizer.encode(prompt, context, add_special_tokens=add_special_tokens is not False)
-        except TextTooLong as error:
-            raise too_long("prompt", None, context) from error
-
-    async def _rendered_tokens(self, text: str, param: str, context: int, charge: ChargeAhead) -> list[int]:
-        """The tokens of a text to which no special tokens are added; `param` is the field that it came from."""
-        self._expect([text], param, context, charge)
-        try:
-            return await self._tokenizer.encode(text, context, add_special_tokens=False)
         except TextTooLong as error:
             raise too_long(param, None, context) from error
 
@@ -312,7 +307,8 @@ class Intake:
         if form.prediction is None:
             return job
         text = form.prediction.content
-        token_ids = await self._rendered_tokens(text, "prediction", context, lambda _: charge(job.num_prompt_tokens))
+        self._expect([text], "prediction", context, lambda _: charge(job.num_prompt_tokens))
+        token_ids = await self._tokens(text, "prediction", context, add_special_tokens=False)
         if len(token_ids) > context:
             raise too_long("prediction", len(token_ids), context)
         self._check_vocabulary(token_ids, "prediction")
@@ -361,14 +357,8 @@ class Intake:
         num_logprobs: int | None,
         grammar: str | None,
     ) -> SamplingParams:
-        defaults = self._settings.sampling_defaults
-        fields: dict[str, Any] = {
+        fields: dict[str, Any] = self._defaults | {
             "max_tokens": max_tokens,
-            "temperature": defaults.temperature,
-            "top_p": defaults.top_p,
-            "top_k": defaults.top_k,
-            "min_p": defaults.min_p,
-            "repetition_penalty": defaults.repetition_penalty,
             "seed": secrets.randbits(63),
             "stop_token_ids": tuple(form.stop_token_ids or ()),
             "logit_bias": form.logit_bias,

@@ -1,4 +1,4 @@
-"""The rules by which requests take turns: due times, ageing, and passing."""
+"""The rules by which requests take turns: ageing and passing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from common.scheduling.lazy_heap import LazyHeap
-from common.scheduling.turns import MAX_PASSED, Passing, aged, due_at
+from common.scheduling.turns import MAX_PASSED, Passing, aged
 
 
 @dataclass(eq=False)
@@ -15,10 +15,6 @@ class Waiting:
     """Whoever does not fit."""
 
     num_passed: int = 0
-
-
-def test_due_is_the_target_and_the_time_of_the_tokens_after_the_start() -> None:
-    assert due_at(10.0, 0.5, 1.0) == 11.5
 
 
 @pytest.mark.parametrize(("before", "without", "oldest"), [(1.0, (), None), (1.5, (), "a"), (2.5, ("a",), "b")])

@@ -44,10 +44,15 @@ ShortNames = Annotated[bytes, Field(strict=True, max_length=MAX_CACHE_EVENTS * S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """Base of every message on a control channel."""
+class WireData:
+    """Base of what processes send each other, and of its parts: a field that is not known is refused."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message(WireData):
+    """Base of every message on a control channel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

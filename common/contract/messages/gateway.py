@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from common.contract.ids import HANDLE, Handle, Incarnation, RequestKey
 from common.contract.messages.fields import (
@@ -19,6 +19,7 @@ from common.contract.messages.fields import (
     Name,
     Real,
     RequestMessage,
+    WireData,
 )
 from common.contract.packed import packed_longs, packed_numbers
 from common.contract.sampling import MAX_CHOICES, NumLogprobs, SamplingParams
@@ -85,10 +86,8 @@ class _Work(RequestMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(WireData):
     """The worker from which blocks are read."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     address: Address
     """Control address, `host:port`."""
@@ -96,10 +95,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixHint:
+class PrefixHint(WireData):
     """A worker that probably holds the KV of a prompt's prefix. Only a hint: the worker itself says what it holds."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     source: Source
     num_tokens: Annotated[Count, Field(ge=1)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from common.contract.block_hashes import SHORT_NAME_BYTES
 from common.contract.errors import Cause
@@ -25,6 +25,7 @@ from common.contract.messages.fields import (
     Seconds,
     ShortNames,
     Text,
+    WireData,
 )
 from common.contract.packed import packed_longs, packed_numbers, packed_reals
 from common.contract.sampling import MAX_LOGPROBS
@@ -45,10 +46,8 @@ class CacheEvents(LinkMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
+class TokenLogprobs(WireData):
     """Natural-log probabilities at one position, before temperature, after penalties."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     logprob: Real
     """Log probability of the token that was chosen."""
@@ -92,13 +91,11 @@ class StepTokens(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenScores:
+class TokenScores(WireData):
     """Log probabilities of given tokens (those of a prompt), as columns, because one message may hold many.
 
     A log probability below `LEAST_LOGPROB` is reported as `LEAST_LOGPROB`.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     logprobs: Annotated[tuple[float, ...], packed_reals(0, MAX_TOLD_TOKENS)] = ()
     ranks: Annotated[tuple[int, ...], packed_numbers(0, MAX_TOLD_TOKENS)] = ()
@@ -162,11 +159,9 @@ class PromptLogprobs(RequestMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptTimes:
+class PromptTimes(WireData):
     """Durations of the stages until the first tokens of a prompt, by the clock of the worker that computed it; and the
     number of its tokens that were not computed."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     queue_s: Seconds
     """From receipt to the first chunk, less `prefix_pull_s`."""
@@ -180,14 +175,12 @@ class PromptTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeTimes:
+class DecodeTimes(WireData):
     """Durations of a choice's stages at its decode worker, by that worker's clock; and what was drafted of it there.
 
     The stages from `reserve_s` to `preempted_s` add up to the time from the arrival of the first tokens at the worker
     to the sending of this message. What concerns the pull is 0 if the prompt was computed here.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     wait_s: Seconds = 0.0
     """From receipt until the first tokens arrived from the source."""
